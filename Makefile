@@ -1,0 +1,31 @@
+# `make demo` and `make test` do all their set-up.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test test-quick check clean
+
+install: $(STAMP)
+
+$(STAMP): setup.cfg pyproject.toml constraints.txt configs/install.sh
+	sh configs/install.sh "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/agentrl demo configs/demo.yaml
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+test-quick: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2
+
+clean:
+	rm -rf "$(VENV)" build *.egg-info data/demo runs/demo*

@@ -1,0 +1,1 @@
+"""The loop of one attempt: prompts, tool calls, the append-only token buffer. No engine code."""

@@ -1,0 +1,439 @@
+"""The schema of a run, and the one place where YAML becomes dataclasses.
+
+Precedence: defaults < extended files < file < command line (`key=value`).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from agentrl.errors import ConfigError
+
+
+@dataclass
+class ModelConfig:
+    path: str = "data/demo/model"
+    """Folder of the starting model, in Hugging Face's layout (config, safetensors, tokenizer)."""
+    init: str = "none"
+    """`none`: the folder must exist. `qwen3`: `prepare` makes a random one there, and its tokenizer."""
+    hidden_size: int = 128
+    """Width of a model made by `init`."""
+    intermediate_size: int = 256
+    """Width of its feed-forward layers."""
+    layers: int = 4
+    """Number of its layers."""
+    heads: int = 4
+    """Number of its attention heads; key-value heads are half as many."""
+    head_dim: int = 32
+    """Width of one of its heads."""
+    vocab_size: int = 512
+    """Upper bound on the tokens of its byte-level BPE tokenizer."""
+
+
+@dataclass
+class TasksConfig:
+    source: str = "repair"
+    """`repair`: made by the seeded generator. `swesmith`: JSONL rows of SWE-smith's schema."""
+    folder: str = "data/demo/tasks"
+    """Where the split files (train.jsonl, held_out.jsonl, …) and the prepared images are."""
+    train: int = 1500
+    """Number of training instances that the generator makes."""
+    held_out: int = 250
+    """Instances with identifiers, constants and (function, site, replacement) never trained on."""
+    unseen_sites: int = 60
+    """Instances at bug sites never trained on."""
+    unseen_functions: int = 60
+    """Instances of functions never trained on."""
+    max_functions: int = 1
+    """Functions in one generated module, 1 or more."""
+    seed: int = 0
+    """Seed of the generator and of the splits."""
+    grade_timeout_s: float = 30.0
+    """Longest a task's tests may run when graded, seconds."""
+
+
+@dataclass
+class SandboxConfig:
+    kind: str = "bubblewrap"
+    """`bubblewrap`; or `process`, which isolates NOTHING and must be asked for by name."""
+    memory_mb: int = 512
+    """Address space of one process in a sandbox, MiB."""
+    cpu_s: int = 60
+    """CPU time of one process in a sandbox, seconds."""
+    processes: int = 64
+    """Processes and threads that one sandbox may hold at once."""
+    file_mb: int = 64
+    """Largest file that a process in a sandbox may write, MiB."""
+    disk_mb: int = 256
+    """Bytes that one sandbox may write in all, MiB."""
+    start_timeout_s: float = 30.0
+    """Longest that creating and booting one sandbox may take, seconds."""
+    max_starts: int = 4
+    """Sandboxes that start at the same time."""
+
+
+@dataclass
+class AgentConfig:
+    prompts: str = "configs/agents/repair.yaml"
+    """mini-swe-agent YAML whose prompts, templates and limits are used as they are."""
+    mode: str = "text"
+    """`tool`: calls of the tool `bash`. `text`: one fenced block a reply."""
+    max_turns: int = 3
+    """Model calls in a trajectory."""
+    tokens_per_turn: int = 64
+    """Longest reply, tokens."""
+    tokens_per_trajectory: int = 512
+    """Longest context of a trajectory, tokens, prompt included."""
+    max_malformed: int = 3
+    """Malformed replies in a row that end a trajectory."""
+    temperature: float = 1.0
+    """Sampling temperature. The trainer divides its logits by the same number."""
+    observation_bytes: int = 10000
+    """Output kept of one command, bytes: head and tail, the middle elided."""
+    command_timeout_s: float = 10.0
+    """Longest that one command may run, seconds."""
+    turn_timeout_s: float = 60.0
+    """Longest that one turn (a model call and its commands) may take, seconds."""
+    trajectory_timeout_s: float = 300.0
+    """Longest that one trajectory may take, seconds."""
+
+
+@dataclass
+class EngineConfig:
+    kind: str = "embedded"
+    """`embedded`: the torch server that ships here. `sglang`: SGLang's."""
+    count: int = 1
+    """Engines on each inference node."""
+    max_running: int = 64
+    """Requests that one engine decodes at the same time."""
+    context_length: int = 512
+    """Longest prompt plus reply that an engine takes, tokens."""
+    threads: int = 1
+    """Torch threads of one embedded engine."""
+    start_timeout_s: float = 180.0
+    """Longest until a started engine answers, seconds."""
+    request_timeout_s: float = 60.0
+    """Longest that one request may take, seconds."""
+    retries: int = 8
+    """Times that one request is sent again after a connection error or a 503."""
+    max_restarts: int = 3
+    """Restarts of one engine, within ten minutes, before the role gives up."""
+    pause_mode: str = "retract"
+    """How running requests wait while weights change: `abort`, `in_place` or `retract`."""
+
+
+@dataclass
+class RolloutConfig:
+    nodes: int = 1
+    """Inference nodes."""
+    workers: int = 1
+    """Worker processes on each inference node."""
+    concurrency: int = 64
+    """Trajectories in flight in one worker process."""
+    attempts_per_task: int = 8
+    """Trajectories of one draw: the group that advantages compare."""
+    max_staleness: int = 1
+    """Steps that a draw may be started ahead of the trainer."""
+    group_timeout_s: float = 900.0
+    """Longest that one group may take, seconds."""
+    retries: int = 2
+    """Times that one trajectory is tried again after an infrastructure failure."""
+    min_group: int = 2
+    """Graded trajectories without which a group is dropped, and counted."""
+    max_infra_rate: float = 0.5
+    """Share of infrastructure failures among the newest `infra_window` tries that ends the run."""
+    infra_window: int = 40
+    """Tries over which that share is taken."""
+
+
+@dataclass
+class TrainingConfig:
+    steps: int = 100
+    """Optimizer steps of the run."""
+    groups_per_step: int = 8
+    """Groups that one step consumes, those without signal included."""
+    lr: float = 3e-4
+    """Learning rate of Adam."""
+    warmup_steps: int = 5
+    """Steps over which the learning rate rises to `lr`."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    beta1: float = 0.9
+    """Adam's first decay."""
+    beta2: float = 0.98
+    """Adam's second decay."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm."""
+    clip_low: float = 0.2
+    """Lower clip of the policy ratio: 1 − clip_low."""
+    clip_high: float = 0.28
+    """Upper clip of the policy ratio: 1 + clip_high."""
+    std_normalize: bool = True
+    """Divide a group's advantages by their standard deviation."""
+    importance_cap: float = 2.0
+    """Cap of the truncated weight between trainer and engine; 0 switches it off."""
+    kl_coef: float = 0.0
+    """Weight of the KL term against the starting model; 0 switches it off."""
+    kl_estimator: str = "k3"
+    """`k1`, `k2` or `k3`."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus; 0 switches it off."""
+    aggregation: str = "token"
+    """`token`: mean over the step's tokens. `trajectory`: mean of the trajectories' means."""
+    micro_batch_tokens: int = 4096
+    """Token budget of one packed micro-batch."""
+    threads: int = 1
+    """Torch threads of the trainer on a CPU."""
+    checkpoint_every: int = 20
+    """Steps between checkpoints."""
+    keep_checkpoints: int = 2
+    """Verified checkpoints kept."""
+    keep_versions: int = 3
+    """Published weight versions kept; a leased one stays."""
+    wait_timeout_s: float = 900.0
+    """Longest that a step may wait for groups, seconds."""
+    dtype: str = "float32"
+    """`float32` or `bfloat16`."""
+
+
+@dataclass
+class SftConfig:
+    traces: int = 3000
+    """Expert traces to make."""
+    expert_accuracy: float = 0.15
+    """Chance that the scripted expert's try is the right one; else it is a plausible wrong one."""
+    epochs: int = 2
+    """Passes over the traces."""
+    batch: int = 8
+    """Traces in one step."""
+    lr: float = 3e-3
+    """Learning rate of Adam (embeddings, norms)."""
+    muon_lr: float = 0.01
+    """Learning rate of Muon (matrices); 0 gives them to Adam."""
+    context_weight: float = 0.3
+    """Weight of the loss on tokens that the assistant did not write; 0 leaves them out."""
+    threads: int = 1
+    """Torch threads."""
+    checkpoint_every: int = 200
+    """Steps between checkpoints."""
+
+
+@dataclass
+class EvaluationConfig:
+    split: str = "held_out"
+    """Split of the tasks to evaluate."""
+    attempts: int = 4
+    """Attempts at each task."""
+    temperature: float = 1.0
+    """Sampling temperature; 0 is greedy."""
+    tasks: int = 0
+    """Tasks to take, the first of the split; 0 takes all."""
+    bootstrap: int = 2000
+    """Bootstrap samples of the 95 % interval."""
+
+
+@dataclass
+class RunConfig:
+    name: str = "demo"
+    """Name of the run, and of its folder."""
+    runs_dir: str = "runs"
+    """Folder that holds the run directories, on a filesystem that all nodes share."""
+    seed: int = 0
+    """Seed of everything but the tasks."""
+    handoff: str = "files"
+    """How groups reach the trainer: `files`."""
+    weights: str = "disk"
+    """How versions reach the engines: `disk`."""
+    max_attempts_without_progress: int = 3
+    """Launch attempts without a new checkpoint after which the run stops."""
+    grace_s: float = 30.0
+    """Seconds that a role has to save and leave once asked to stop."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    sft: SftConfig = field(default_factory=SftConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.runs_dir) / self.name
+
+
+CHOICES = {
+    "model.init": ("none", "qwen3"),
+    "tasks.source": ("repair", "swesmith"),
+    "sandbox.kind": ("bubblewrap", "process"),
+    "agent.mode": ("tool", "text"),
+    "engine.kind": ("embedded", "sglang"),
+    "engine.pause_mode": ("abort", "in_place", "retract"),
+    "training.kl_estimator": ("k1", "k2", "k3"),
+    "training.aggregation": ("token", "trajectory"),
+    "training.dtype": ("float32", "bfloat16"),
+    "handoff": ("files",),
+    "weights": ("disk",),
+}
+POSITIVE = (
+    "agent.max_turns",
+    "agent.tokens_per_turn",
+    "engine.count",
+    "engine.max_running",
+    "evaluation.attempts",
+    "rollout.attempts_per_task",
+    "rollout.concurrency",
+    "rollout.nodes",
+    "rollout.workers",
+    "sandbox.max_starts",
+    "training.checkpoint_every",
+    "training.groups_per_step",
+    "training.keep_checkpoints",
+    "training.keep_versions",
+)
+NESTED = (
+    "agent.command_timeout_s",
+    "agent.turn_timeout_s",
+    "agent.trajectory_timeout_s",
+    "rollout.group_timeout_s",
+)
+
+
+def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read `path` with what it extends, lay `overrides` over it, check it whole."""
+    chosen = OmegaConf.merge(_read(Path(path), ()), _dotlist(overrides))
+    return resolve(cast(DictConfig, chosen), f"{path}")
+
+
+def resolve(chosen: DictConfig, where: str) -> RunConfig:
+    """Lay `chosen` over the schema. Raises ConfigError; an unknown key names its neighbours."""
+    _refuse_unknown(OmegaConf.to_container(chosen), where)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(RunConfig), chosen)
+        config = cast(RunConfig, OmegaConf.to_object(merged))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{where}: {str(error).splitlines()[0]} (key {error.full_key})") from error
+    check(config)
+    return config
+
+
+def check(config: RunConfig) -> None:
+    """Refuse values that cannot work, alone or together."""
+    for key, allowed in CHOICES.items():
+        if (found := get(config, key)) not in allowed:
+            near = difflib.get_close_matches(str(found), allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{key}={found!r}: must be one of {', '.join(allowed)}{hint}")
+    for key in POSITIVE:
+        if (found := get(config, key)) < 1:
+            raise ConfigError(f"{key}={found}: must be 1 or more")
+    for inner, outer in zip(NESTED, NESTED[1:], strict=False):
+        if not 0 < get(config, inner) < get(config, outer):
+            raise ConfigError(
+                f"timeouts do not nest: {inner}={get(config, inner)} must be over 0 and under "
+                f"{outer}={get(config, outer)}; raise the outer or lower the inner"
+            )
+    if config.agent.tokens_per_trajectory > config.engine.context_length:
+        raise ConfigError(
+            f"agent.tokens_per_trajectory={config.agent.tokens_per_trajectory} is over "
+            f"engine.context_length={config.engine.context_length}; lower the first"
+        )
+    if not 2 <= config.rollout.min_group <= config.rollout.attempts_per_task:
+        raise ConfigError(
+            f"rollout.min_group={config.rollout.min_group}: must be 2 to "
+            f"rollout.attempts_per_task={config.rollout.attempts_per_task}"
+        )
+    if config.rollout.max_staleness < 0 or not 0 < config.rollout.max_infra_rate <= 1:
+        raise ConfigError(
+            f"rollout.max_staleness={config.rollout.max_staleness} must be 0 or more and "
+            f"rollout.max_infra_rate={config.rollout.max_infra_rate} over 0, at most 1"
+        )
+    if config.agent.temperature <= 0:
+        raise ConfigError(
+            f"agent.temperature={config.agent.temperature}: training samples, so it must be over 0; "
+            "evaluation.temperature=0 is the greedy one"
+        )
+
+
+def get(config: RunConfig, key: str) -> Any:
+    """Return the value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def save(config: RunConfig, path: Path) -> None:
+    """Write the whole resolved config as YAML."""
+    path.write_text(to_yaml(config))
+
+
+def to_yaml(config: RunConfig) -> str:
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def known_keys(kind: type = RunConfig, prefix: str = "") -> list[str]:
+    """Return every dotted key of the schema, leaves only."""
+    keys: list[str] = []
+    for item in fields(kind):
+        nested = item.default_factory
+        if isinstance(nested, type) and is_dataclass(nested):
+            keys += known_keys(nested, f"{prefix}{item.name}.")
+        else:
+            keys.append(prefix + item.name)
+    return keys
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> DictConfig:
+    if path.resolve() in chain:
+        raise ConfigError(f"{path}: extends itself by way of {chain[-1]}; break the circle")
+    if not path.is_file():
+        raise ConfigError(f"config {path}: no such file (from {Path.cwd()}); give the path of a YAML")
+    try:
+        own = OmegaConf.load(path)
+    except Exception as error:  # yaml and omegaconf each have several kinds
+        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
+    if not isinstance(own, DictConfig):
+        raise ConfigError(f"{path}: holds no mapping; a config is `key: value` lines")
+    parents = own.pop("extends", [])
+    layers = [
+        _read(path.parent / name, (*chain, path.resolve()))
+        for name in ([parents] if isinstance(parents, str) else parents)
+    ]
+    return cast(DictConfig, OmegaConf.merge(*layers, own))
+
+
+def _dotlist(overrides: Iterable[str]) -> DictConfig:
+    bad = [item for item in overrides if "=" not in item or item.startswith("-")]
+    if bad:
+        raise ConfigError(f"override {bad[0]!r}: must read key=value, as in training.steps=10")
+    return OmegaConf.from_dotlist(list(overrides))
+
+
+def _refuse_unknown(tree: Any, where: str) -> None:
+    known = known_keys()
+    sections = {key.rpartition(".")[0] for key in known} - {""}
+    for key in _leaves(tree):
+        if key in known:
+            continue
+        if key in sections:
+            raise ConfigError(f"{where}: {key} is a section; give its keys, as in {key}.NAME: value")
+        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or [
+            name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
+        ]
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+
+
+def _leaves(tree: Any, prefix: str = "") -> Iterable[str]:
+    if not isinstance(tree, dict) or not tree:
+        return [prefix.rstrip(".")] if prefix else []
+    return [key for name, value in tree.items() for key in _leaves(value, f"{prefix}{name}.")]

@@ -1,0 +1,1 @@
+"""Serving a model: client, router, supervisor, and the embedded torch server."""

@@ -1,0 +1,51 @@
+"""What rollout asks of engines; the HTTP client is in client.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSpan:
+    """Tokens [start, end) of one sequence were sampled by `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """One reply. Aborted parts are already joined by the client: all tokens are here."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log, at the sampling temperature, one a token."""
+    versions: tuple[VersionSpan, ...]
+    """Spans over token_ids, in order, without a gap."""
+    finish: Finish
+    cached_tokens: int
+    engine: str
+    """Address of the engine that answered last."""
+
+
+class Engine(Protocol):
+    async def generate(
+        self, input_ids: list[int], sampling: Sampling, *, trajectory: str
+    ) -> Generation:
+        """Sample a reply; calls with the same `trajectory` stick to one engine while it lives.
+
+        Raises EngineLost once the retry budget is spent.
+        """

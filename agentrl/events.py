@@ -1,0 +1,243 @@
+"""What happened, one JSON object a line, each process to its own file.
+
+Readers bear a torn last line and unknown fields, and count what they reject.
+Times are seconds since the epoch. Spans have `start` and `end`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, ClassVar, TypeVar
+
+import msgspec
+
+
+class Event(msgspec.Struct, kw_only=True, tag_field="kind", frozen=True, omit_defaults=True):
+    """Base of all kinds; the class name in snake case is the JSON `kind`."""
+
+    start: float = 0.0
+    end: float = 0.0
+
+    kind: ClassVar[str]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+class LaunchAttempt(Event, tag="launch_attempt"):
+    attempt: int
+    phase: str
+    """`begin` or `end`."""
+    reason: str = ""
+    step: int = 0
+
+
+class EngineState(Event, tag="engine_state"):
+    engine: str
+    state: str
+    """`starting`, `ready`, `paused`, `stopped`, `failed`; or `load`, a periodic sample."""
+    version: int = -1
+    running: int = 0
+    waiting: int = 0
+    generated_tokens: int = 0
+    """Since the engine started."""
+    busy_s: float = 0.0
+    """Seconds since its start that the engine spent computing."""
+
+
+class EngineFault(Event, tag="engine_fault"):
+    engine: str
+    cause: str
+    detail: str = ""
+    restarts: int = 0
+
+
+class VersionEvent(Event, tag="version"):
+    version: int
+    phase: str
+    """`published` (trainer), `proved` (one engine) or `refused`."""
+    engine: str = ""
+    size: int = 0
+    """Bytes."""
+
+
+class SandboxStart(Event, tag="sandbox_start"):
+    trajectory: str
+    backend: str
+    queued_s: float = 0.0
+    ok: bool = True
+    detail: str = ""
+
+
+class Setup(Event, tag="setup"):
+    trajectory: str
+
+
+class ModelCall(Event, tag="model_call"):
+    trajectory: str
+    engine: str
+    turn: int
+    prompt_tokens: int
+    new_tokens: int
+    cached_tokens: int = 0
+    finish: str = ""
+
+
+class ToolCall(Event, tag="tool_call"):
+    trajectory: str
+    turn: int
+    exit_code: int
+    timed_out: bool = False
+    truncated: bool = False
+
+
+class Grade(Event, tag="grade"):
+    trajectory: str
+    resolved: bool
+    passed: int = 0
+    failed: int = 0
+
+
+class TrajectoryEvent(Event, tag="trajectory"):
+    trajectory: str
+    draw: int
+    task: str
+    attempt: int
+    cause: str
+    reward: float | None = None
+    turns: int = 0
+    tokens: int = 0
+    sampled_tokens: int = 0
+    tries: int = 1
+
+
+class GroupEvent(Event, tag="group"):
+    draw: int
+    task: str
+    rewards: list[float | None] = []
+    versions: list[int] = []
+    """Oldest and newest version that sampled its tokens."""
+
+
+class Step(Event, tag="step"):
+    step: int
+    version: int
+    wait_s: float
+    logprob_s: float
+    update_s: float
+    publish_s: float
+    checkpoint_s: float = 0.0
+    metrics: dict[str, float] = {}
+    """Named by training/loop.py: reward, loss, grad_norm, entropy, ess, gap, staleness, …"""
+
+
+class CheckpointEvent(Event, tag="checkpoint"):
+    step: int
+    phase: str
+    """`saved`, `loaded` or `refused`."""
+    path: str = ""
+    detail: str = ""
+
+
+class Signal(Event, tag="signal"):
+    name: str
+    action: str
+
+
+class Network(Event, tag="network"):
+    node: str
+    interface: str
+    address: str
+
+
+class Drop(Event, tag="drop"):
+    what: str
+    """`trajectory`, `group`, `spool_file`, `event_line`."""
+    reason: str
+    draw: int = -1
+    count: int = 1
+
+
+AnyEvent = (
+    LaunchAttempt
+    | EngineState
+    | EngineFault
+    | VersionEvent
+    | SandboxStart
+    | Setup
+    | ModelCall
+    | ToolCall
+    | Grade
+    | TrajectoryEvent
+    | GroupEvent
+    | Step
+    | CheckpointEvent
+    | Signal
+    | Network
+    | Drop
+)
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(AnyEvent)
+E_ = TypeVar("E_", bound=Event)
+
+
+class EventWriter:
+    """Appends events to one file; every line is handed to the kernel before `write` returns."""
+
+    def __init__(self, folder: Path, role: str, *, node: str = "") -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        node = node or socket.gethostname().split(".")[0]
+        self.path = folder / f"{role}-{node}-{os.getpid()}.jsonl"
+        self._file: IO[bytes] = self.path.open("ab", buffering=0)
+
+    def write(self, event: Event) -> None:
+        self._file.write(_encoder.encode(event) + b"\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class NoEvents:
+    """Stands where a writer is wanted and nobody reads."""
+
+    def write(self, event: Event) -> None:
+        del event
+
+    def close(self) -> None:
+        return None
+
+
+Writer = EventWriter | NoEvents
+
+
+def read(path: Path, rejected: Counter[str] | None = None) -> Iterator[AnyEvent]:
+    """Yield the events of one file; lines that are none are counted in `rejected` by reason."""
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                reason = "torn last line"
+            else:
+                try:
+                    yield _decoder.decode(line)
+                    continue
+                except msgspec.DecodeError as error:
+                    unknown = "Invalid value" in str(error) and "kind" in str(error)
+                    reason = "unknown kind" if unknown else "not an event"
+            if rejected is not None:
+                rejected[reason] += 1
+
+
+def read_folder(folder: Path, rejected: Counter[str] | None = None) -> list[AnyEvent]:
+    """Return the events of every file in `folder`, ordered by their end."""
+    found = [event for path in sorted(folder.glob("*.jsonl")) for event in read(path, rejected)]
+    return sorted(found, key=lambda event: event.end or event.start)
+
+
+def now() -> float:
+    return time.time()

@@ -1,0 +1,1 @@
+"""Trajectories on their way from rollout to trainer, as files."""

@@ -1,0 +1,1 @@
+"""From draws to finished groups: worker processes, outcomes, staleness."""

@@ -1,0 +1,1 @@
+"""Turning groups into better weights: GRPO, packing, back ends, checkpoints, SFT."""

@@ -1,0 +1,1 @@
+"""Model versions on their way from trainer to engines."""

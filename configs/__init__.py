@@ -1,0 +1,1 @@
+"""Choices in YAML; the schema is agentrl.config."""

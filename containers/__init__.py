@@ -1,0 +1,1 @@
+"""Definition files and the building and running of images."""
