@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test test-quick check clean
+.PHONY: install demo test test-quick lint check clean
 
 install: $(STAMP)
 
@@ -21,11 +21,12 @@ test: $(STAMP)
 test-quick: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-check: $(STAMP)
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2
+
+check: lint test
 
 clean:
 	rm -rf "$(VENV)" build *.egg-info data/demo runs/demo*
