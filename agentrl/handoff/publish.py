@@ -10,14 +10,14 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 
 def publish_bytes(path: Path, data: bytes | memoryview) -> None:
     """Put `data` at `path`, replacing what was there. Makes the folder; raises OSError."""
-    publish_with(path, lambda file: _write_all(file, data))
+    publish_pieces(path, [memoryview(data)])
 
 
 def publish_json(path: Path, obj: object) -> None:
@@ -25,16 +25,17 @@ def publish_json(path: Path, obj: object) -> None:
     publish_bytes(path, (json.dumps(obj, indent=1, allow_nan=False) + "\n").encode())
 
 
-def publish_with(path: Path, fill: Callable[[BinaryIO], None]) -> None:
-    """Put at `path` what `fill` writes into the open file it is given.
+def publish_pieces(path: Path, pieces: Iterable[memoryview]) -> None:
+    """Put `pieces`, one after another, at `path`.
 
-    When `fill` or the disk fails nothing changes at `path`, and the temporary file is gone.
+    When the disk fails nothing changes at `path`, and the temporary file is gone.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.parent / f".{path.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
     try:
         with temporary.open("xb", buffering=0) as file:
-            fill(file)
+            for piece in pieces:
+                _write_all(file, piece)
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
@@ -52,7 +53,6 @@ def fsync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    rest = memoryview(data)
+def _write_all(file: FileIO, rest: memoryview) -> None:
     while len(rest):  # an unbuffered write may be short, as on a full disk just before ENOSPC
         rest = rest[file.write(rest) :]

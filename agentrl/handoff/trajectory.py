@@ -2,43 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from agentrl.engine.base import VersionSpan
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trajectory:
-    """One try of the agent at one task, start to reward."""
+    """One try of the agent at one task, start to reward.
+
+    The three token fields take any sequence and hold read-only numpy arrays, so that a group of
+    long trajectories crosses the spool without a Python object a token.
+    """
 
     run: str
     draw: int
     task_id: str
     attempt: int
     node: int
-    tokens: tuple[int, ...]
+    tokens: NDArray[np.int32]
     """The whole sequence, prompt first: exactly what engines were given and sampled."""
-    logprobs: tuple[float, ...]
+    logprobs: NDArray[np.float32]
     """One a token, from the engine at the sampling temperature; 0.0 where loss_mask is off."""
-    loss_mask: tuple[bool, ...]
+    loss_mask: NDArray[np.bool_]
     """True for each token that the engine sampled."""
     versions: tuple[VersionSpan, ...]
     """Spans over `tokens`; only sampled tokens are covered."""
     reward: float | None
     cause: str
     turns: int
+    tries: int = 1
+    """Tries that it took, the one kept here included; the others were infrastructure failures."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time by phase: queued, sandbox_start, model, command, grade, total."""
+    """Time by phase: queued, sandbox_start, setup, model, command, grade, total."""
     messages: str = "{}"
     """JSON, mini-swe-agent's trajectory format 1.1."""
     patch: str = ""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _frozen(self.tokens, np.int32))
+        object.__setattr__(self, "logprobs", _frozen(self.logprobs, np.float32))
+        object.__setattr__(self, "loss_mask", _frozen(self.loss_mask, np.bool_))
         if not len(self.tokens) == len(self.logprobs) == len(self.loss_mask):
             raise ValueError(
                 f"trajectory {self.draw}/{self.attempt}: {len(self.tokens)} tokens, "
                 f"{len(self.logprobs)} logprobs, {len(self.loss_mask)} mask values; must be equal"
             )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Trajectory):
+            return NotImplemented
+        return all(
+            np.array_equal(getattr(self, item.name), getattr(other, item.name))
+            if item.name in ("tokens", "logprobs", "loss_mask")
+            else getattr(self, item.name) == getattr(other, item.name)
+            for item in fields(self)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,3 +74,10 @@ class Group:
     trajectories: tuple[Trajectory, ...]
     dropped: str = ""
     """Why the group cannot be trained (all attempts lost, …); its draw is consumed as filtered."""
+
+
+def _frozen(values: ArrayLike, kind: type[np.generic]) -> NDArray[np.generic]:
+    """Return `values` as a read-only 1-D array of `kind`; the caller's own array stays writable."""
+    array = np.asarray(values, dtype=kind).reshape(-1).view()
+    array.flags.writeable = False
+    return array
