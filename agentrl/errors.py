@@ -60,6 +60,14 @@ class RecordError(AgentRLError, ValueError):
     """A file of a run (spool, version, checkpoint) that is torn or not what it says it is."""
 
 
+class PublishError(AgentRLError, OSError):
+    """A file of a run could not be written whole; what was published before it is intact."""
+
+
+class NoSignalError(AgentRLError, RuntimeError):
+    """Batch after batch had no group that teaches: all attempts got the same reward."""
+
+
 class CheckpointError(RecordError):
     """No checkpoint could be verified."""
 
