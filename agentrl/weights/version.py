@@ -73,14 +73,14 @@ class Announced:
 def tensor_checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Return the sha256 (hex) that trainer and engine compare.
 
-    Over name, dtype, shape and raw little-endian bytes of each tensor, in the order of sorted names.
+    Over name, dtype, shape and raw little-endian bytes of each tensor, by sorted name.
     A tied tensor counts once, under the name that `named_parameters()` gives it.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
         flat = tensor.detach().cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+        digest.update(flat.view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
