@@ -1,1 +1,1 @@
-"""All talk with Slurm, and the local stand-in for it: executors, exit records, ledger, verdict. No RL."""
+"""All talk with Slurm, and the local stand-in: executors, exit records, ledger, verdict. No RL."""
