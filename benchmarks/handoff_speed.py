@@ -1,0 +1,164 @@
+"""Handoff against plain files: groups of 8 × 30,000 tokens, the same content, the same fsyncs.
+
+    python -m benchmarks.handoff_speed [--rounds 30] [--folder FOLDER]
+
+Peer: each group's arrays (int32, float32, one byte a mask value) and its messages joined into one
+plain file, written with the same temporary name, fsync, rename and folder fsync, and read back
+whole. Both alternate within one process, so that they share the disk's moods. Ratio: the plain
+files' median time over ours; the project asks for 0.5 or more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from agentrl.engine.base import VersionSpan
+from agentrl.handoff.publish import publish_json, publish_pieces
+from agentrl.handoff.spool import SpoolWriter, read_group
+from agentrl.handoff.trajectory import Group, Trajectory
+
+ATTEMPTS, TOKENS = 8, 30_000
+BYTES_PER_TOKEN = 4
+"""Of text; what byte-pair vocabularies reach on code."""
+VOCABULARY = 151_936
+
+
+def make_group(draw: int, rng: np.random.Generator, text: str) -> Group:
+    return Group(
+        draw=draw,
+        task_id="benchmark",
+        trajectories=tuple(make_trajectory(draw, one, rng, text) for one in range(ATTEMPTS)),
+    )
+
+
+def make_trajectory(draw: int, attempt: int, rng: np.random.Generator, text: str) -> Trajectory:
+    """Zipf tokens; 60 alternating spans, a third of it sampled; source text as the messages."""
+    sampled = np.repeat(np.tile([False, True], 30), np.tile([667, 333], 30))
+    ranks = np.minimum(rng.zipf(1.2, TOKENS), VOCABULARY) - 1
+    first = int(rng.integers(0, len(text) - TOKENS * BYTES_PER_TOKEN))
+    content = text[first : first + TOKENS * BYTES_PER_TOKEN]
+    return Trajectory(
+        run="benchmark",
+        draw=draw,
+        task_id="benchmark",
+        attempt=attempt,
+        node=0,
+        tokens=ranks.astype(np.int32),
+        logprobs=np.where(sampled, -rng.exponential(0.4, TOKENS), 0).astype(np.float32),
+        loss_mask=sampled,
+        versions=tuple(
+            VersionSpan(version=7, start=start, end=start + 333)
+            for start in range(667, 30_000, 1000)
+        ),
+        reward=float(attempt % 2),
+        cause="submitted",
+        turns=30,
+        messages=json.dumps([{"role": "user", "content": content}]),
+    )
+
+
+def plain_pieces(group: Group) -> list[memoryview]:
+    return [
+        memoryview(piece)
+        for one in group.trajectories
+        for piece in (
+            one.tokens.tobytes(),
+            one.logprobs.tobytes(),
+            one.loss_mask.tobytes(),
+            one.messages.encode(),
+        )
+    ]
+
+
+def timed(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
+    rng = np.random.default_rng(0)
+    text = "".join(
+        inspect.getsource(sys.modules[name]) for name in ("argparse", "inspect", "typing")
+    )
+    spool, plain = SpoolWriter(folder, 0), folder / "plain"
+    times: dict[str, list[float]] = {
+        "ours_write": [],
+        "ours_read": [],
+        "plain_write": [],
+        "plain_read": [],
+    }
+    for draw in range(rounds + 2):
+        group = make_group(draw, rng, text)
+        target, path = plain / f"{draw}.bin", spool.folder / f"{draw:08d}.parquet"
+
+        def ours() -> None:
+            times["ours_write"].append(timed(lambda: spool.write(group)))
+            times["ours_read"].append(timed(lambda: read_group(path)))
+
+        def theirs() -> None:
+            times["plain_write"].append(timed(lambda: publish_pieces(target, plain_pieces(group))))
+            times["plain_read"].append(timed(target.read_bytes))
+
+        for run in (ours, theirs) if draw % 2 else (theirs, ours):
+            run()
+        sizes = path.stat().st_size, target.stat().st_size
+        path.unlink()
+        target.unlink()
+    print(f"one group: {sizes[0]:,} bytes in the spool, {sizes[1]:,} plain")
+    return {name: values[2:] for name, values in times.items()}  # two rounds of warming up
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        times = measure(Path(folder), options.rounds)
+    median = {name: statistics.median(values) for name, values in times.items()}
+    for name, values in times.items():
+        low, _, high = statistics.quantiles(values, n=4)
+        print(
+            f"{name:12s} median {median[name] * 1e3:6.1f} ms   quartiles {low * 1e3:.1f}–{high * 1e3:.1f}"
+        )
+    ours = median["ours_write"] + median["ours_read"]
+    plain = median["plain_write"] + median["plain_read"]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True
+    ).stdout.strip()
+    result = {
+        "benchmark": "handoff_speed",
+        "command": f"python -m benchmarks.handoff_speed --rounds {options.rounds}",
+        "versions": {
+            "python": platform.python_version(),
+            "pyarrow": pa.__version__,
+            "numpy": np.__version__,
+            "commit": commit,
+        },
+        "rounds": options.rounds,
+        "seconds": {name: [round(value, 6) for value in values] for name, values in times.items()},
+        "median_s": median,
+        "ratio": plain / ours,
+        "wanted": 0.5,
+    }
+    publish_json(Path(__file__).parent / "results" / "handoff_speed.json", result)
+    print(f"ratio {plain / ours:.2f} of plain files' speed (wanted: 0.5 or more)")
+    print(f"{result['command']}   {result['versions']}")
+
+
+if __name__ == "__main__":
+    main()
