@@ -115,6 +115,8 @@ class TrajectoryEvent(Event, tag="trajectory"):
     tokens: int = 0
     sampled_tokens: int = 0
     tries: int = 1
+    detail: str = ""
+    """Of an infrastructure failure: the error's text, and its traceback when nobody expected it."""
 
 
 class GroupEvent(Event, tag="group"):

@@ -23,13 +23,13 @@ class Trajectory:
     task_id: str
     attempt: int
     node: int
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     """The whole sequence, prompt first: exactly what engines were given and sampled."""
-    logprobs: NDArray[np.float32]
+    logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     """One a token, from the engine at the sampling temperature; 0.0 where loss_mask is off."""
-    loss_mask: NDArray[np.bool_]
+    loss_mask: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     """True for each token that the engine sampled."""
-    versions: tuple[VersionSpan, ...]
+    versions: tuple[VersionSpan, ...] = ()
     """Spans over `tokens`; only sampled tokens are covered."""
     reward: float | None
     cause: str

@@ -33,13 +33,14 @@ def shard(*, node: int, nodes: int, worker: int, workers: int) -> Iterator[int]:
     return count(node + nodes * worker, nodes * workers)
 
 
-def may_start(*, started: int, consumed: int, groups_per_step: int, max_staleness: int) -> bool:
-    """Say whether one more draw may start without its group being able to grow too stale.
+def may_start(draw: int, consumed: DrawSet, *, groups_per_step: int, max_staleness: int) -> bool:
+    """Say whether `draw` keeps started − consumed within groups_per_step × (1 + max_staleness).
 
-    started, consumed: draws of the whole run, or of one of n equal shards with groups_per_step
-    being that shard's share of it.
+    Draws start in order, so all below `draw` count as started, whichever node has them. The bound
+    thus holds for the whole run though no node asks another, and `consumed` being old only delays.
     """
-    return started - consumed < groups_per_step * (1 + max_staleness)
+    ahead = draw - consumed.below(draw)
+    return ahead < groups_per_step * (1 + max_staleness)
 
 
 class DrawSet:
@@ -98,6 +99,10 @@ class DrawSet:
     def highest(self) -> int:
         """The highest draw in it; -1 when it is empty."""
         return self._ranges[-1][1] if self._ranges else -1
+
+    def below(self, draw: int) -> int:
+        """Return how many of its draws are lower than `draw`."""
+        return sum(min(last, draw - 1) - first + 1 for first, last in self._ranges if first < draw)
 
     def to_ranges(self) -> list[list[int]]:
         """Return [[first, last], …], both inclusive, in order: what checkpoints and JSON hold."""

@@ -1,0 +1,110 @@
+"""The attempts of one draw, made at the same time, as one group."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from agentrl.events import Drop, GroupEvent, now
+from agentrl.handoff.trajectory import Group, Trajectory
+from agentrl.rollout.attempt import Attempt, Workshop, run_attempt
+from agentrl.tasks.task import Task
+
+log = logging.getLogger(__name__)
+
+
+async def run_group(
+    shop: Workshop,
+    draw: int,
+    task: Task,
+    *,
+    attempts: int,
+    slots: asyncio.Semaphore,
+    name: str = "",
+) -> Group:
+    """Run `attempts` of `task` and return them all, those without a reward too.
+
+    slots: admits trajectories; the group's clock starts once each of its attempts is admitted.
+    An attempt still running at rollout.group_timeout_s is cancelled and counts as lost.
+    """
+    begin = now()
+    running: list[asyncio.Task[Trajectory]] = []
+    try:
+        for number in range(attempts):
+            await slots.acquire()
+            wanted = Attempt(draw=draw, task=task, attempt=number, name=name)
+            one = asyncio.create_task(run_attempt(shop, wanted))
+            one.add_done_callback(lambda _: slots.release())
+            running.append(one)
+        await asyncio.wait(
+            running,
+            timeout=shop.config.rollout.group_timeout_s,
+            return_when=asyncio.FIRST_EXCEPTION,
+        )
+    finally:
+        await _cancel(running)
+    group = make_group(
+        draw,
+        task.instance_id,
+        [_kept(shop, draw, task, number, one) for number, one in enumerate(running)],
+        min_group=shop.config.rollout.min_group,
+    )
+    report_group(shop, group, begin)
+    return group
+
+
+def make_group(
+    draw: int, task_id: str, trajectories: Sequence[Trajectory], *, min_group: int
+) -> Group:
+    """Return the group, marked as dropped when fewer than `min_group` of it were graded."""
+    graded = sum(one.reward is not None for one in trajectories)
+    dropped = ""
+    if graded < min_group:
+        causes = Counter(one.cause for one in trajectories if one.reward is None)
+        table = ", ".join(f"{cause} {count}" for cause, count in causes.most_common())
+        dropped = f"{graded} of {len(trajectories)} graded, rollout.min_group={min_group}: {table}"
+    return Group(draw=draw, task_id=task_id, trajectories=tuple(trajectories), dropped=dropped)
+
+
+def report_group(shop: Workshop, group: Group, begin: float) -> None:
+    versions = [span.version for one in group.trajectories for span in one.versions]
+    shop.events.write(
+        GroupEvent(
+            draw=group.draw,
+            task=group.task_id,
+            rewards=[one.reward for one in group.trajectories],
+            versions=[min(versions), max(versions)] if versions else [],
+            start=begin,
+            end=now(),
+        )
+    )
+    if group.dropped:
+        log.warning("group of draw %d is dropped: %s", group.draw, group.dropped)
+        shop.events.write(Drop(what="group", reason=group.dropped, draw=group.draw, end=now()))
+
+
+def _kept(
+    shop: Workshop, draw: int, task: Task, number: int, one: asyncio.Task[Trajectory]
+) -> Trajectory:
+    if not one.cancelled():
+        return one.result()  # raises TooManyInfraFailures
+    log.warning("draw %d, attempt %d: cut at rollout.group_timeout_s", draw, number)
+    return Trajectory(
+        run=shop.config.name,
+        draw=draw,
+        task_id=task.instance_id,
+        attempt=number,
+        node=shop.node,
+        reward=None,
+        cause="infra",
+        turns=0,
+    )
+
+
+async def _cancel(running: Sequence[asyncio.Task[Trajectory]]) -> None:
+    """Cancel what still runs and wait until each has closed its sandbox."""
+    for one in running:
+        one.cancel()
+    await asyncio.gather(*running, return_exceptions=True)

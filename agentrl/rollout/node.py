@@ -1,0 +1,184 @@
+"""The inference role of one node: its engines, their weights, and its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl.config import RunConfig
+from agentrl.engine.supervisor import EngineSupervisor
+from agentrl.errors import LaunchError, TooManyInfraFailures
+from agentrl.events import Writer
+from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
+from agentrl.rollout.worker import DONE, STOPPED, TOO_MANY_INFRA, failure_file, run_worker
+
+log = logging.getLogger(__name__)
+MAX_CRASHES = 3
+"""Crashes of one worker process, within one launch attempt, before the role gives up."""
+
+
+async def run_node(
+    config: RunConfig,
+    *,
+    node: int,
+    attempt: int,
+    run_dir: Path,
+    stop: Callable[[], bool],
+    events: Writer,
+) -> int:
+    """Serve the run until the trainer is done (0) or `stop` asks (75).
+
+    Raises TooManyInfraFailures with the table of causes, LaunchError when engines or workers keep
+    failing, WaitTimeout when no trainer shows up.
+    """
+    attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
+    supervisor = EngineSupervisor(
+        config.engine, model=Path(config.model.path), logs=attempt_dir / "logs", events=events
+    )
+    view = TrainerView(run_dir / "weights", attempt=attempt)
+    ending = asyncio.Event()
+
+    def is_stopping() -> bool:
+        return stop() or ending.is_set()
+
+    try:
+        await supervisor.start(view.refresh())
+        follower = asyncio.create_task(_follow(config, supervisor, view, attempt_dir, node))
+        if config.rollout.workers == 1:
+            workers = asyncio.create_task(
+                run_worker(
+                    config,
+                    node=node,
+                    worker=0,
+                    attempt=attempt,
+                    run_dir=run_dir,
+                    urls=supervisor.urls,
+                    stop=is_stopping,
+                    events=events,
+                )
+            )
+        else:
+            workers = asyncio.create_task(
+                _run_processes(config, node, attempt, run_dir, is_stopping)
+            )
+        return await _first_of(follower, workers, ending)
+    finally:
+        await supervisor.close()
+
+
+async def _first_of(
+    follower: asyncio.Task[None], workers: asyncio.Task[int], ending: asyncio.Event
+) -> int:
+    """Return how the workers ended; a follower that fails ends them first."""
+    try:
+        await asyncio.wait({follower, workers}, return_when=asyncio.FIRST_COMPLETED)
+        if follower.done():
+            ending.set()
+            await asyncio.wait({workers})
+            follower.result()
+        return workers.result()
+    finally:
+        for task in (follower, workers):
+            task.cancel()
+        await asyncio.gather(follower, workers, return_exceptions=True)
+
+
+async def _follow(
+    config: RunConfig,
+    supervisor: EngineSupervisor,
+    view: TrainerView,
+    attempt_dir: Path,
+    node: int,
+) -> None:
+    """Bring the engines to each announced version, and tell worker processes who serves it."""
+    current = view.announced
+    file = EnginesFile(attempt_dir, node)
+    told: tuple[list[str], int] | None = None
+    while True:
+        newest = view.refresh()
+        if newest is not None and (current is None or newest.identity != current.identity):
+            log.info("node %d: engines go to version %d", node, newest.version)
+            await supervisor.update(newest)
+            current = newest
+        if supervisor.failed:
+            raise LaunchError(f"node {node}: its engines used up their restarts; read their logs")
+        state = (supervisor.urls(), current.version if current else -1)
+        if config.rollout.workers > 1 and state != told:
+            file.publish(*state)
+            told = state
+        await asyncio.sleep(POLL_S)
+
+
+async def _run_processes(
+    config: RunConfig, node: int, attempt: int, run_dir: Path, stop: Callable[[], bool]
+) -> int:
+    """Keep this node's worker processes running; the first that fails for good ends them all."""
+    ending = asyncio.Event()
+    keepers = [
+        asyncio.create_task(
+            _keep(config, node, worker, attempt, run_dir, lambda: stop() or ending.is_set())
+        )
+        for worker in range(config.rollout.workers)
+    ]
+    try:
+        await asyncio.wait(keepers, return_when=asyncio.FIRST_EXCEPTION)
+        ending.set()
+        await asyncio.wait(keepers)
+        codes = [keeper.result() for keeper in keepers]
+    finally:
+        for keeper in keepers:
+            keeper.cancel()
+        await asyncio.gather(*keepers, return_exceptions=True)
+    return DONE if all(code == DONE for code in codes) else STOPPED
+
+
+async def _keep(
+    config: RunConfig,
+    node: int,
+    worker: int,
+    attempt: int,
+    run_dir: Path,
+    stop: Callable[[], bool],
+) -> int:
+    """Run one worker process, again after a crash, at most MAX_CRASHES times."""
+    attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
+    for crash in range(MAX_CRASHES + 1):
+        code = await _run_process(run_dir, (node, worker, attempt), stop, config.grace_s)
+        if code in (DONE, STOPPED):
+            return code
+        if code == TOO_MANY_INFRA:
+            record = json.loads(failure_file(attempt_dir, node, worker).read_bytes())
+            raise TooManyInfraFailures(record["message"])
+        log.warning("worker %d of node %d ended with %d, crash %d", worker, node, code, crash + 1)
+        if stop():
+            return STOPPED
+    raise LaunchError(
+        f"worker {worker} of node {node} crashed {MAX_CRASHES + 1} times, last with exit {code}; "
+        "its log is in the role's output"
+    )
+
+
+async def _run_process(
+    run_dir: Path, ids: tuple[int, int, int], stop: Callable[[], bool], grace_s: float
+) -> int:
+    """Run one worker process to its end; a stop is a SIGTERM, and SIGKILL after `grace_s`."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "agentrl.rollout.worker", str(run_dir), *map(str, ids)
+    )
+    try:
+        waiter = asyncio.create_task(process.wait())
+        while not waiter.done() and not stop():
+            await asyncio.wait({waiter}, timeout=POLL_S)
+        if not waiter.done():
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait({waiter}, timeout=grace_s)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+    return process.returncode if process.returncode is not None else -1

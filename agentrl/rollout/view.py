@@ -1,0 +1,86 @@
+"""What a rollout process knows of the trainer and the engines, from the files they publish."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from agentrl.errors import RecordError
+from agentrl.handoff.publish import publish_json
+from agentrl.rollout.draws import DrawSet
+from agentrl.weights.version import Announced, latest
+
+POLL_S = 0.1
+TROUBLE_S = 30.0
+"""How long an unreadable LATEST.json is borne: a resuming trainer replaces folders under it."""
+
+
+class TrainerView:
+    """The newest announcement of this launch attempt's trainer, read at most once in POLL_S."""
+
+    def __init__(
+        self, weights: Path, *, attempt: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._weights = weights
+        self._attempt = attempt
+        self._clock = clock
+        self._next = 0.0
+        self._trouble_since: float | None = None
+        self._consumed: tuple[list[list[int]], DrawSet] = ([], DrawSet())
+        self.announced: Announced | None = None
+        """None until the trainer of this launch attempt has announced something."""
+
+    def refresh(self) -> Announced | None:
+        """Look again when it is time. Raises RecordError when it stays unreadable."""
+        if self._clock() < self._next:
+            return self.announced
+        self._next = self._clock() + POLL_S
+        try:
+            found = latest(self._weights)
+        except RecordError:
+            self._trouble_since = self._trouble_since or self._clock()
+            if self._clock() - self._trouble_since > TROUBLE_S:
+                raise
+            return self.announced
+        self._trouble_since = None
+        if found is not None and found.attempt == self._attempt:
+            self.announced = found
+        return self.announced
+
+    @property
+    def done(self) -> bool:
+        return self.announced is not None and self.announced.done
+
+    @property
+    def consumed(self) -> DrawSet:
+        """Draws that the trainer has trained or filtered."""
+        ranges = self.announced.consumed if self.announced else []
+        if ranges is not self._consumed[0]:
+            self._consumed = (ranges, DrawSet.from_ranges(ranges))
+        return self._consumed[1]
+
+
+class EnginesFile:
+    """The addresses of one node's engines, from the node process to its worker processes."""
+
+    def __init__(self, attempt_dir: Path, node: int) -> None:
+        self.path = attempt_dir / f"engines-{node}.json"
+        self._seen = (-1, -1)
+        self._urls: list[str] = []
+
+    def publish(self, urls: Sequence[str], version: int) -> None:
+        publish_json(self.path, {"version": version, "urls": list(urls)})
+
+    def urls(self) -> list[str]:
+        """Return the engines that have proved the current version; none before the first."""
+        try:
+            stat = os.stat(self.path)
+            if (stat.st_ino, stat.st_mtime_ns) != self._seen:
+                self._urls = [str(url) for url in json.loads(self.path.read_bytes())["urls"]]
+                self._seen = (stat.st_ino, stat.st_mtime_ns)
+        except FileNotFoundError:
+            return []
+        return self._urls

@@ -1,0 +1,186 @@
+"""One worker: makes the groups of its shard of draws, as far ahead of the trainer as is allowed.
+
+As a process of its own: `python -m agentrl.rollout.worker RUN_DIR NODE WORKER ATTEMPT`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl import config as configs
+from agentrl.config import RunConfig
+from agentrl.errors import TooManyInfraFailures, WaitTimeout
+from agentrl.events import EventWriter, Writer, now
+from agentrl.handoff.publish import publish_json
+from agentrl.handoff.spool import SpoolWriter, list_spool
+from agentrl.rollout.attempt import Workshop
+from agentrl.rollout.draws import may_start, shard, task_of
+from agentrl.rollout.group import run_group
+from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
+from agentrl.rollout.workshop import open_workshop
+from agentrl.tasks.load import load_split
+from agentrl.tasks.task import Task
+
+log = logging.getLogger(__name__)
+DONE, STOPPED, TOO_MANY_INFRA = 0, 75, 76
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One worker's share of a run."""
+
+    shop: Workshop
+    tasks: Sequence[Task]
+    draws: Iterator[int]
+    """Its shard, lowest first."""
+    spool: Path
+    view: TrainerView
+    stop: Callable[[], bool]
+    running: set[asyncio.Task[Path]] = field(default_factory=set)
+
+    async def run(self) -> int:
+        """Work until the trainer is done (0) or `stop` asks (75).
+
+        Groups in flight then are cancelled, their sandboxes closed; their draws are issued again
+        after a resume. Raises TooManyInfraFailures, WaitTimeout, OSError of a full disk.
+        """
+        writer = SpoolWriter(self.spool, self.shop.node)
+        slots = asyncio.Semaphore(self.shop.config.rollout.concurrency)
+        try:
+            await self._wait_for_trainer()
+            waiting = list_spool(self.spool)
+            for draw in self.draws:
+                if draw in waiting or draw in self.view.consumed:
+                    continue
+                if not await self._until_startable(draw, slots):
+                    break
+                self.running.add(asyncio.create_task(self._make_group(draw, writer, slots)))
+        finally:
+            for group in self.running:
+                group.cancel()
+            await asyncio.gather(*self.running, return_exceptions=True)
+        return DONE if self.view.done else STOPPED
+
+    async def _make_group(self, draw: int, writer: SpoolWriter, slots: asyncio.Semaphore) -> Path:
+        config = self.shop.config
+        task = self.tasks[task_of(draw, len(self.tasks), config.seed)]
+        group = await run_group(
+            self.shop, draw, task, attempts=config.rollout.attempts_per_task, slots=slots
+        )
+        return await asyncio.to_thread(writer.write, group)
+
+    async def _until_startable(self, draw: int, slots: asyncio.Semaphore) -> bool:
+        """Wait until `draw` may start and a slot is free; False when the work is over."""
+        config = self.shop.config
+        while not self._is_over():
+            self._raise_failures()
+            if not slots.locked() and may_start(
+                draw,
+                self.view.consumed,
+                groups_per_step=config.training.groups_per_step,
+                max_staleness=config.rollout.max_staleness,
+            ):
+                return True
+            await self._pause()
+        return False
+
+    async def _wait_for_trainer(self) -> None:
+        limit_s = self.shop.config.training.wait_timeout_s
+        deadline = now() + limit_s
+        while not self._is_over() and self.view.announced is None:
+            if now() > deadline:
+                raise WaitTimeout(
+                    f"no weights announced within training.wait_timeout_s={limit_s:g}: the trainer "
+                    "of this launch attempt is missing; read its log"
+                )
+            await asyncio.sleep(POLL_S)
+
+    def _is_over(self) -> bool:
+        self.view.refresh()
+        return self.stop() or self.view.done
+
+    def _raise_failures(self) -> None:
+        for group in [one for one in self.running if one.done()]:
+            self.running.remove(group)
+            group.result()
+
+    async def _pause(self) -> None:
+        """Wait a moment, less when a group ends."""
+        if not self.running:
+            await asyncio.sleep(POLL_S)
+            return
+        await asyncio.wait(self.running, timeout=POLL_S / 2, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def run_worker(
+    config: RunConfig,
+    *,
+    node: int,
+    worker: int,
+    attempt: int,
+    run_dir: Path,
+    urls: Callable[[], Sequence[str]],
+    stop: Callable[[], bool],
+    events: Writer,
+) -> int:
+    """Open what a worker needs and run it; 0 when the trainer is done, 75 when stopped."""
+    async with open_workshop(
+        config, node=node, urls=urls, leases=run_dir / "leases", events=events
+    ) as shop:
+        return await Worker(
+            shop=shop,
+            tasks=load_split(config.tasks, "train"),
+            draws=shard(
+                node=node, nodes=config.rollout.nodes, worker=worker, workers=config.rollout.workers
+            ),
+            spool=run_dir / "spool",
+            view=TrainerView(run_dir / "weights", attempt=attempt),
+            stop=stop,
+        ).run()
+
+
+def failure_file(attempt_dir: Path, node: int, worker: int) -> Path:
+    """Where a worker process leaves the table of causes that ended it."""
+    return attempt_dir / f"worker-{node}-{worker}.json"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a worker process; it ends by itself when the node process that started it is gone."""
+    run_dir = Path(arguments[0])
+    node, worker, attempt = map(int, arguments[1:])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    asked = [False]
+    signal.signal(signal.SIGTERM, lambda *_: asked.__setitem__(0, True))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the node process, which tells us
+    parent = os.getppid()
+    attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
+    events = EventWriter(run_dir / "events", "inference", node=str(node))
+    try:
+        return asyncio.run(
+            run_worker(
+                configs.load(run_dir / "config.yaml"),
+                node=node,
+                worker=worker,
+                attempt=attempt,
+                run_dir=run_dir,
+                urls=EnginesFile(attempt_dir, node).urls,
+                stop=lambda: asked[0] or os.getppid() != parent,
+                events=events,
+            )
+        )
+    except TooManyInfraFailures as error:
+        publish_json(failure_file(attempt_dir, node, worker), {"message": str(error)})
+        return TOO_MANY_INFRA
+    finally:
+        events.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

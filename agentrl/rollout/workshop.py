@@ -1,0 +1,56 @@
+"""Opens what all attempts of one process share, and closes it again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from agentrl.agent.prompts import Prompts
+from agentrl.agent.tokens import ChatTokens
+from agentrl.config import RunConfig
+from agentrl.engine.client import EngineClient
+from agentrl.events import Writer
+from agentrl.rollout.attempt import Workshop
+from agentrl.rollout.infra import InfraWindow
+from agentrl.sandbox.provider import open_provider
+from agentrl.tasks.load import image_folder
+
+
+@asynccontextmanager
+async def open_workshop(
+    config: RunConfig,
+    *,
+    node: int,
+    urls: Callable[[], Sequence[str]],
+    leases: Path,
+    events: Writer,
+    temperature: float | None = None,
+) -> AsyncIterator[Workshop]:
+    """Yield the workshop of one process; its sandboxes are closed at the end.
+
+    urls: the engines to use now. Raises TemplateError, SandboxUnavailable.
+    """
+    tokens = ChatTokens.load(Path(config.model.path), mode=config.agent.mode)
+    prompts = Prompts.load(Path(config.agent.prompts))
+    provider = open_provider(
+        config.sandbox, run=config.name, leases=leases, concurrency=config.rollout.concurrency
+    )
+    try:
+        async with EngineClient(urls, config.engine, events) as engine:
+            yield Workshop(
+                config=config,
+                node=node,
+                provider=provider,
+                engine=engine,
+                tokens=tokens,
+                prompts=prompts,
+                image_of=lambda task: image_folder(config.tasks, task),
+                events=events,
+                infra=InfraWindow(
+                    window=config.rollout.infra_window, max_rate=config.rollout.max_infra_rate
+                ),
+                temperature=temperature,
+            )
+    finally:
+        await provider.close()
