@@ -15,7 +15,7 @@ class ExecResult:
     """One command's end. A lost sandbox raises SandboxLost; it is never a result."""
 
     output: str
-    """Stdout and stderr interleaved, bounded while read (head + tail), undecodable bytes replaced."""
+    """Stdout and stderr interleaved, bounded while read; undecodable bytes are replaced."""
     exit_code: int
     """-1 after a timeout."""
     timed_out: bool

@@ -1,0 +1,510 @@
+"""The program that is pid 1 of a sandbox: it confines itself, then runs commands one at a time.
+
+Run as a file by the sandbox's own Python with `-I -S`, so it imports nothing of this project and
+little of the library: each import is paid at every start. Requests come as frames on stdin and
+replies leave as frames on stdout; the end of stdin is the end of the sandbox.
+
+A frame is a 4-byte big-endian length, then fields, each a 4-byte length and its bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import sys
+import time
+
+MEMORY_WORDS = (b"MemoryError", b"Cannot allocate memory", b"bad_alloc", b"out of memory")
+TICK_S = 0.1
+"""How often a running command's process count is looked at, and orphans are reaped."""
+DRAIN_BYTES = 1 << 20
+SIGKILL = 9
+MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND = 1, 2, 4, 32, 4096
+MS_FROM_STATVFS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
+"""Flags that a remount must repeat: nosuid, nodev, noexec, noatime, nodiratime, relatime."""
+
+
+def pack(fields: list[bytes]) -> bytes:
+    """Return one frame."""
+    body = b"".join(len(field).to_bytes(4, "big") + field for field in fields)
+    return len(body).to_bytes(4, "big") + body
+
+
+def unpack(body: bytes) -> list[bytes]:
+    """Return the fields of a frame's body."""
+    fields, at = [], 0
+    while at < len(body):
+        size = int.from_bytes(body[at : at + 4], "big")
+        fields.append(body[at + 4 : at + 4 + size])
+        at += 4 + size
+    return fields
+
+
+class Bounded:
+    """The first and last bytes of a stream whose middle is counted, not kept."""
+
+    def __init__(self, limit: int) -> None:
+        self.head_limit = limit // 2
+        self.tail_limit = limit - self.head_limit
+        self.head = bytearray()
+        self.tail = bytearray()
+        self.elided = 0
+
+    def add(self, data: bytes) -> None:
+        room = self.head_limit - len(self.head)
+        self.head += data[:room] if room > 0 else b""
+        self.tail += data[max(room, 0) :]
+        if len(self.tail) > 2 * self.tail_limit + 65536:
+            self.trim()
+
+    def trim(self) -> None:
+        over = len(self.tail) - self.tail_limit
+        if over > 0:
+            self.elided += over
+            del self.tail[:over]
+
+    def value(self) -> bytes:
+        self.trim()
+        if not self.elided:
+            return bytes(self.head + self.tail)
+        return b"%b\n[... %d bytes elided ...]\n%b" % (
+            bytes(self.head),
+            self.elided,
+            bytes(self.tail),
+        )
+
+
+def libc(name: str, *args: int | bytes | None) -> None:
+    """Call a function of libc that answers 0 or sets errno. Raises OSError.
+
+    `_ctypes` alone costs a fifth of `ctypes`; where its shape has changed, `ctypes` does the same.
+    """
+    try:
+        import _ctypes
+
+        itself = _ctypes.dlopen(None, 0)  # type: ignore[arg-type]  # typeshed wants a path
+        address = _ctypes.dlsym(itself, name)
+        result = _ctypes.call_function(address, args)
+    except (ImportError, AttributeError):
+        import ctypes
+
+        result = ctypes.CDLL(None)[name](*args)
+    if result != 0:
+        raise OSError(0, f"{name}{args} was refused by the kernel")
+
+
+def mount(source: bytes | None, target: str, kind: bytes | None, flags: int, data: bytes) -> None:
+    libc("mount", source, target.encode(), kind, flags, data or None)
+
+
+def make_read_only(path: str) -> None:
+    """Remount the mount at `path` read-only, with the flags it has: some of them are locked."""
+    found = os.statvfs(path).f_flag
+    flags = sum(ms for st, ms in MS_FROM_STATVFS.items() if found & st)
+    mount(None, path, None, MS_REMOUNT | MS_BIND | MS_RDONLY | flags, b"")
+
+
+def bind(source: str, target: str) -> None:
+    mount(source.encode(), target, None, MS_BIND, b"")
+
+
+def lay_testbed(copy: bool) -> bytes:
+    """Put a writable view of /.image at /testbed; return how: `overlay` or `copy`."""
+    if not copy:
+        options = b"lowerdir=/.image,upperdir=/.scratch/upper,workdir=/.scratch/work,userxattr"
+        try:
+            # a tmpfs without user xattrs (Linux < 6.6) cannot mark a replaced folder opaque
+            os.setxattr("/.scratch/upper", "user.probe", b"1")
+            os.removexattr("/.scratch/upper", "user.probe")
+            mount(b"overlay", "/testbed", b"overlay", MS_NOSUID | MS_NODEV, options)
+            return b"overlay"
+        except OSError:
+            pass
+    import shutil
+
+    shutil.copytree("/.image", "/.scratch/upper", symlinks=True, dirs_exist_ok=True)
+    bind("/.scratch/upper", "/testbed")
+    return b"copy"
+
+
+def write(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def build_root(copy: bool, processes: int) -> bytes:
+    """Finish the tree that bwrap began, and close it: only the scratch stays writable."""
+    os.umask(0o022)
+    write("/etc/passwd", "root:x:0:0:root:/home/agent:/bin/bash\n")
+    write("/etc/group", "root:x:0:\n")
+    write("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n")
+    write("/etc/hosts", "127.0.0.1 localhost\n")
+    how = lay_testbed(copy)
+    for name, target in (("tmp", "/tmp"), ("home", "/home/agent"), ("shm", "/dev/shm")):
+        bind(f"/.scratch/{name}", target)
+    os.chmod("/tmp", 0o1777)
+    os.chmod("/dev/shm", 0o1777)
+    # hide the overlay's layers: a writer to them would corrupt the view
+    mount(b"none", "/.scratch", b"tmpfs", MS_RDONLY, b"size=4k,mode=0")
+    mount(b"none", "/.image", b"tmpfs", MS_RDONLY, b"size=4k,mode=0")
+    write("/proc/sys/user/max_user_namespaces", "0")
+    if kernel() >= (6, 14):  # before, this was the whole host's; ids below 300 are given once only
+        write("/proc/sys/kernel/pid_max", str(max(301 + processes, 400)))
+    # a root host's sandbox holds the host's root uid without its capabilities: everything that
+    # this uid may change by ownership alone has to be read-only
+    bind("/proc/sys", "/proc/sys")
+    make_read_only("/proc/sys")
+    for name in ("null", "zero", "full", "random", "urandom", "tty"):
+        make_read_only(f"/dev/{name}")
+    make_read_only("/dev")
+    make_read_only("/")
+    return how
+
+
+def kernel() -> tuple[int, int]:
+    """Return this kernel's version, major and minor."""
+    major, minor = os.uname().release.split(".")[:2]
+    return int(major), int("".join(filter(str.isdigit, minor)) or 0)
+
+
+def drop_privileges() -> None:
+    """Give up all capabilities for good, and become unreadable to processes of the same uid."""
+    pr_set_dumpable, pr_capbset_drop, pr_no_new_privs, pr_ambient, clear_all = 4, 24, 38, 47, 4
+    with open("/proc/sys/kernel/cap_last_cap") as file:
+        last = int(file.read())
+    libc("prctl", pr_ambient, clear_all, 0, 0, 0)
+    for capability in range(last + 1):
+        libc("prctl", pr_capbset_drop, capability, 0, 0, 0)
+    version_3 = 0x20080522
+    header = version_3.to_bytes(4, sys.byteorder) + bytes(4)
+    libc("capset", header, bytes(24))
+    libc("prctl", pr_no_new_privs, 1, 0, 0, 0)
+    libc("prctl", pr_set_dumpable, 0, 0, 0, 0)
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    held = [
+        name for name in ("CapEff", "CapPrm", "CapInh", "CapBnd", "CapAmb") if int(status[name], 16)
+    ]
+    if held or status["NoNewPrivs"].strip() != "1":
+        raise PermissionError(f"privileges are still held after dropping them: {held}")
+
+
+class Executor:
+    """Runs one command at a time and knows every process that it may end."""
+
+    def __init__(self, *, is_init: bool, processes: int, cpu_s: int) -> None:
+        self.is_init = is_init
+        self.processes = processes
+        self.cpu_s = cpu_s
+        self.shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+        self.leftovers: list[int] = []
+        """Read ends of pipes that background children still hold."""
+
+    def others(self) -> list[int]:
+        """Return the pids of all processes of this sandbox but this one."""
+        me = os.getpid()
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        if self.is_init:
+            return [pid for pid in pids if pid != me]
+        parents = {pid: parent_of(pid) for pid in pids}
+        found, grew = {me}, True
+        while grew:
+            new = {pid for pid, parent in parents.items() if parent in found and pid not in found}
+            found |= new
+            grew = bool(new)
+        return sorted(found - {me})
+
+    def kill_all(self) -> None:
+        """SIGKILL everything until nothing is left, and reap it."""
+        while True:
+            try:
+                if self.is_init:
+                    os.kill(-1, SIGKILL)
+                else:
+                    for pid in self.others():
+                        os.kill(pid, SIGKILL)
+            except ProcessLookupError:
+                pass
+            try:
+                while os.waitpid(-1, 0 if self.is_init else os.WNOHANG)[0]:
+                    pass
+                time.sleep(0.001)
+            except ChildProcessError:
+                break
+        self.close_leftovers()
+
+    def close_leftovers(self) -> None:
+        for fd in self.leftovers:
+            os.close(fd)
+        self.leftovers = []
+
+    def tend(self) -> bool:
+        """Reap orphans, empty left pipes, bound the process count; return whether it was passed."""
+        for fd in list(self.leftovers):
+            try:
+                if not os.read(fd, 65536):
+                    self.leftovers.remove(fd)
+                    os.close(fd)
+            except BlockingIOError:
+                pass
+        if len(self.others()) <= self.processes:
+            return False
+        self.kill_all()
+        return True
+
+    def reap(self) -> dict[int, int]:
+        """Collect what has ended: pid → exit code. Never blocks."""
+        ended = {}
+        try:
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                ended[found[0]] = os.waitstatus_to_exitcode(found[1])
+        except ChildProcessError:
+            pass
+        return ended
+
+    def spawn(self, command: bytes, env: dict[bytes, bytes]) -> tuple[int, int]:
+        """Start the shell in its own session; return its pid and the read end of its output."""
+        reader, writer = os.pipe()
+        try:
+            pid = os.posix_spawn(
+                self.shell,
+                [b"sh" if self.shell == "/bin/sh" else b"bash", b"-c", command],
+                {**os.environb, **env},
+                file_actions=[
+                    (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+                    (os.POSIX_SPAWN_DUP2, writer, 1),
+                    (os.POSIX_SPAWN_DUP2, writer, 2),
+                ],
+                setsid=True,
+                setsigmask=[],
+                setsigdef=[2, 3, 13, 15, 17, 25],
+            )
+        except OSError:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        if self.cpu_s:
+            resource.prlimit(pid, resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s + 1))
+        os.set_blocking(reader, False)
+        return pid, reader
+
+    def run(
+        self, command: bytes, timeout_s: float, limit: int, env: dict[bytes, bytes]
+    ) -> list[bytes]:
+        """Run one command; return the fields of its reply."""
+        began = time.monotonic()
+        try:
+            pid, reader = self.spawn(command, env)
+        except OSError as error:
+            text = f"cannot start a shell: {error.strerror}".encode()
+            return [b"exec", text, b"126", b"0", b"0", b"0", b"0"]
+        kept = Bounded(limit)
+        code, why = self.watch(pid, reader, kept, began + timeout_s)
+        if why != "lived":
+            self.kill_all()
+        seconds = time.monotonic() - began
+        self.drain(reader, kept)
+        output = kept.value()
+        if why == "too many":
+            output += b"\n[killed: more than %d processes]\n" % self.processes
+        oom = (
+            why == "lived" and code != 0 and (code == 137 or any(w in output for w in MEMORY_WORDS))
+        )
+        flags = [b"1" if flag else b"0" for flag in (why == "timeout", kept.elided, oom)]
+        return [b"exec", output, str(code).encode(), *flags, repr(seconds).encode()]
+
+    def watch(self, pid: int, reader: int, kept: Bounded, deadline: float) -> tuple[int, str]:
+        """Read output until the shell ends; return its exit code and `lived`, or what ended it."""
+        poll = select.poll()
+        pidfd = os.pidfd_open(pid)
+        try:
+            for fd in (0, reader, pidfd):
+                poll.register(fd, select.POLLIN)
+            tick_s = TICK_S if self.is_init else 5 * TICK_S  # the host's /proc is long
+            tick = time.monotonic() + tick_s
+            while True:
+                now = time.monotonic()
+                if now >= deadline:
+                    return -1, "timeout"
+                if now >= tick:
+                    if pid in (ended := self.reap()):
+                        return exit_code(ended[pid]), "lived"
+                    if self.tend():
+                        return 137, "too many"
+                    tick = now + tick_s
+                ready = dict(poll.poll(max(1, int((min(deadline, tick) - now) * 1000))))
+                if 0 in ready:
+                    raise EOFError  # one request at a time: this can only be the end of stdin
+                if reader in ready and not self.take(reader, kept):
+                    poll.unregister(reader)
+                if pidfd in ready:
+                    return exit_code(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])), "lived"
+        finally:
+            os.close(pidfd)
+
+    def take(self, reader: int, kept: Bounded) -> bool:
+        """Move one read from the pipe to `kept`; return whether the pipe is still open."""
+        try:
+            data = os.read(reader, 65536)
+        except BlockingIOError:
+            return True
+        kept.add(data)
+        return bool(data)
+
+    def drain(self, reader: int, kept: Bounded) -> None:
+        """Take what is in the pipe already; keep the pipe for children that still hold it."""
+        for _ in range(DRAIN_BYTES // 65536):
+            try:
+                data = os.read(reader, 65536)
+            except BlockingIOError:
+                self.leftovers.append(reader)
+                return
+            if not data:
+                os.close(reader)
+                return
+            kept.add(data)
+        self.leftovers.append(reader)
+
+    def put(self, path: str, data: bytes) -> list[bytes]:
+        """Write a regular file at `path`, whatever a command has put in its place."""
+        folder = os.path.dirname(path)
+        os.makedirs(folder, exist_ok=True)
+        if os.path.islink(path) or not (os.path.isfile(path) and os.access(path, os.W_OK)):
+            if not os.access(folder, os.W_OK | os.X_OK):
+                os.chmod(folder, 0o755)
+            if os.path.lexists(path):
+                os.unlink(path)
+        with open(path, "wb") as file:
+            file.write(data)
+        return [b"put"]
+
+    def get(self, path: str, limit: int) -> list[bytes]:
+        if not os.path.isfile(path):  # a pipe or device would hold the executor for ever
+            raise FileNotFoundError(2, "No such file", path)
+        with open(path, "rb") as file:
+            return [b"get", file.read(limit)]
+
+    def answer(self, fields: list[bytes]) -> list[bytes]:
+        """Do what one request asks; errors of the file system are answers."""
+        verb = fields[0]
+        try:
+            if verb == b"exec":
+                pairs = dict(zip(fields[4::2], fields[5::2], strict=True))
+                return self.run(fields[1], float(fields[2]), int(fields[3]), pairs)
+            if verb == b"put":
+                return self.put(os.fsdecode(fields[1]), fields[2])
+            if verb == b"get":
+                return self.get(os.fsdecode(fields[1]), int(fields[2]))
+            if verb == b"stop":
+                self.kill_all()
+                return [b"stop"]
+            return [b"error", b"unknown request %b" % verb]
+        except (FileNotFoundError, NotADirectoryError) as error:
+            return [b"missing", str(error).encode()]
+        except OSError as error:
+            return [b"error", str(error).encode()]
+
+    def serve(self) -> None:
+        """Answer requests until stdin ends; then end everything."""
+        poll = select.poll()
+        poll.register(0, select.POLLIN)
+        try:
+            while True:
+                while not poll.poll(1000 if self.is_tending() else -1):
+                    self.reap()
+                    self.tend()
+                self.reap()
+                body = read_exactly(int.from_bytes(read_exactly(4), "big"))
+                send(self.answer(unpack(body)))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            pass
+        finally:
+            self.kill_all()
+
+    def is_tending(self) -> bool:
+        """Whether a child of an earlier command lives, so that idle time needs looking after."""
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return bool(self.leftovers)
+        return True
+
+
+def parent_of(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return int(file.read().rpartition(b")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+
+
+def exit_code(code: int) -> int:
+    """As a shell says it: death by signal N is 128 + N."""
+    return code if code >= 0 else 128 - code
+
+
+def read_exactly(size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        piece = os.read(0, min(size - len(data), 1 << 20))
+        if not piece:
+            raise EOFError
+        data += piece
+    return bytes(data)
+
+
+def send(fields: list[bytes]) -> None:
+    data = memoryview(pack(fields))
+    while data:
+        data = data[os.write(1, data) :]
+
+
+def set_limits(memory_mb: int, file_mb: int, nproc: int) -> None:
+    """Bound this process and all that it starts. nproc 0 leaves that limit alone."""
+    wanted = {
+        resource.RLIMIT_AS: memory_mb << 20,
+        resource.RLIMIT_FSIZE: file_mb << 20,
+        resource.RLIMIT_NOFILE: 1024,
+        resource.RLIMIT_CORE: 0,
+    }
+    if nproc:
+        wanted[resource.RLIMIT_NPROC] = nproc
+    for which, value in wanted.items():
+        hard = resource.getrlimit(which)[1]
+        bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(which, (bound, bound))
+
+
+def main(argv: list[str]) -> None:
+    """argv: kind (`init`, `host`), whether RLIMIT_NPROC bounds, whether to copy the testbed,
+    memory_mb, cpu_s, processes, file_mb; for `host` also the testbed's folder.
+    """
+    import _signal  # type: ignore[import-not-found]  # `signal` would import enum
+
+    kind = argv[0]
+    by_rlimit, copy, memory_mb, cpu_s, processes, file_mb = map(int, argv[1:7])
+    for number in (
+        2,
+        15,
+    ):  # pid 1 is immune to signals without a handler; Python set one for SIGINT
+        _signal.signal(number, _signal.SIG_DFL if kind == "init" else _signal.SIG_IGN)
+    how = b"copy"
+    if kind == "init":
+        how = build_root(bool(copy), processes)
+        drop_privileges()
+        os.chdir("/testbed")
+    else:
+        os.chdir(argv[7])
+        libc("prctl", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: no orphan escapes the tree
+    set_limits(memory_mb, file_mb, processes + 1 if by_rlimit else 0)
+    silent = os.open("/dev/null", os.O_WRONLY)
+    os.dup2(silent, 2)
+    os.close(silent)
+    send([b"ready", how])
+    Executor(is_init=kind == "init", processes=processes, cpu_s=cpu_s).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,83 @@
+"""What a number of sandboxes at once needs of this host, checked before the first starts."""
+
+from __future__ import annotations
+
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl.errors import SandboxUnavailable
+
+FILES_PER_SANDBOX = 2
+"""One socket held, and one pidfd or other file while it starts, is leased or closes."""
+RESERVED_FILES = 256
+"""For the process that owns them: engine connections, event files, libraries."""
+PROCESSES_PER_SANDBOX = 2
+"""bwrap's monitor and the executor; commands come on top."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Needs of `concurrency` sandboxes; made by `derive`, so all pools agree."""
+
+    concurrency: int
+    open_files: int
+    processes: int
+    namespaces: int
+    """User namespaces."""
+
+    @classmethod
+    def derive(cls, concurrency: int) -> Limits:
+        return cls(
+            concurrency=concurrency,
+            open_files=RESERVED_FILES + FILES_PER_SANDBOX * concurrency,
+            processes=(PROCESSES_PER_SANDBOX + 1) * concurrency,
+            namespaces=concurrency,
+        )
+
+
+def caps(limits: Limits) -> dict[str, tuple[int, int]]:
+    """Return each cap of this host: name → (needed, allowed)."""
+    return {
+        "open files (ulimit -Hn)": (limits.open_files, _hard(resource.RLIMIT_NOFILE)),
+        "processes (ulimit -u)": (limits.processes, _soft(resource.RLIMIT_NPROC)),
+        "process ids (kernel.pid_max)": (limits.processes, _sysctl("kernel/pid_max")),
+        "user namespaces (user.max_user_namespaces)": (
+            limits.namespaces,
+            _sysctl("user/max_user_namespaces"),
+        ),
+    }
+
+
+def secure(limits: Limits) -> None:
+    """Raise this process's soft limit on open files as needed.
+
+    Raises SandboxUnavailable when a cap is too small, naming the smallest for its need.
+    """
+    short = {name: pair for name, pair in caps(limits).items() if pair[1] < pair[0]}
+    if short:
+        name, (needed, allowed) = min(short.items(), key=lambda item: item[1][1] / item[1][0])
+        raise SandboxUnavailable(
+            f"{limits.concurrency} sandboxes at once need {needed} {name}; this host allows "
+            f"{allowed}: raise it, or lower rollout.concurrency"
+        )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < limits.open_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limits.open_files, hard))
+
+
+def _hard(which: int) -> int:
+    return _bound(resource.getrlimit(which)[1])
+
+
+def _soft(which: int) -> int:
+    return _bound(resource.getrlimit(which)[0])
+
+
+def _bound(value: int) -> int:
+    return 1 << 62 if value == resource.RLIM_INFINITY else value
+
+
+def _sysctl(name: str) -> int:
+    path = Path("/proc/sys") / name
+    return int(path.read_text()) if path.exists() else 1 << 62
