@@ -193,6 +193,8 @@ class TrainingConfig:
     """Torch threads of the trainer on a CPU."""
     checkpoint_every: int = 20
     """Steps between checkpoints."""
+    max_trained_staleness: int = 4
+    """Versions between a group's oldest token and the trainer beyond which it is filtered."""
     keep_checkpoints: int = 2
     """Verified checkpoints kept."""
     keep_versions: int = 3

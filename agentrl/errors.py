@@ -46,6 +46,10 @@ class EngineLost(InfraError, ConnectionError):
     cause = "engine_lost"
 
 
+class RequestRefused(AgentRLError, ValueError):
+    """An engine refused a request as it stands (HTTP 400): sending it again cannot help."""
+
+
 class GradingError(InfraError):
     """The tests could not be run to a verdict."""
 
@@ -66,6 +70,10 @@ class PublishError(AgentRLError, OSError):
 
 class NoSignalError(AgentRLError, RuntimeError):
     """Batch after batch had no group that teaches: all attempts got the same reward."""
+
+
+class DivergedError(AgentRLError, ArithmeticError):
+    """A loss or a gradient that is not a finite number."""
 
 
 class CheckpointError(RecordError):

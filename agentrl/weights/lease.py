@@ -67,17 +67,21 @@ def leased(weights: Path) -> set[int]:
 
 
 def prune(weights: Path, keep: int) -> list[int]:
-    """Delete all but the newest `keep` versions (1 or more); return those deleted.
+    """Delete all but the `keep` (1 or more) newest versions; return those deleted.
 
-    A leased version stays, and so does the one that LATEST.json announces.
+    Newest is the announced one: a higher number is what a trainer that was since resumed from an
+    older checkpoint had left. A leased version stays, and so does the announced one.
     """
     if keep < 1:
         raise ValueError(f"keep={keep} versions: must be 1 or more")
     versions = sorted(
         int(name[1:]) for name in os.listdir(weights) if re.fullmatch(r"v\d{6,}", name)
     )
-    announced = _announced(weights)
-    doomed = [version for version in versions[:-keep] if version != announced]
+    newest = _announced(weights)
+    if newest is None:
+        return []
+    current = [version for version in versions if version <= newest]
+    doomed = current[:-keep] + [version for version in versions if version > newest]
     held = leased(weights) if doomed else set()
     doomed = [version for version in doomed if version not in held]
     for version in doomed:

@@ -1,0 +1,284 @@
+"""Checkpoints: written whole, verified by hash, and never pickled.
+
+`step-000120.tmp-ATTEMPT/` → files, each fsynced → manifest.json (size and sha256 of each file) →
+rename → LATEST.json. Which one counts is found by listing and verifying; LATEST.json is for people
+and for the verdict. The consumed draws in a checkpoint are the only record of consumption.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from agentrl.errors import CheckpointError, PublishError, RecordError
+from agentrl.events import CheckpointEvent, NoEvents, Writer, now
+from agentrl.handoff.publish import fsync_folder, publish_json
+from agentrl.rollout.draws import DrawSet
+from agentrl.training import rng
+from agentrl.training.model_folder import copy_side_files
+from agentrl.training.torch_backend import BackendState
+
+MANIFEST = "manifest.json"
+TRAINED = "trained"
+FILTERED = "filtered:"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """All that a resumed trainer needs."""
+
+    step: int
+    version: int
+    """Always equal to step: a version is the weights after that many steps."""
+    backend: BackendState
+    consumed: dict[int, str] = field(default_factory=dict)
+    """`trained` or `filtered:REASON` by draw."""
+    pending: dict[str, float] = field(default_factory=dict)
+    """Counts that no step event has reported yet."""
+    config_hash: str = ""
+    rng: dict[str, Any] = field(default_factory=rng.capture)
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def save(
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    attempt: int,
+    keep: int,
+    model_folder: Path,
+    events: Writer | None = None,
+) -> Path:
+    """Write `folder/step-…/`, verify it, then delete all but the newest `keep` good ones.
+
+    Raises PublishError when the disk refuses; older checkpoints are untouched then.
+    """
+    started = now()
+    target = folder / folder_name(checkpoint.step)
+    temporary = folder / f"{target.name}.tmp-{attempt:04d}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(folder)
+        _write(temporary, checkpoint, model_folder, attempt)
+        _move_in(temporary, target)
+        publish_json(folder / "LATEST.json", {"step": checkpoint.step, "folder": target.name})
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise PublishError(
+            f"saving checkpoint {target}: {error}; older checkpoints are untouched. "
+            "Free space there, then resume the run"
+        ) from error
+    verify(target)
+    _retain(folder, keep, target)
+    (events or NoEvents()).write(
+        CheckpointEvent(
+            step=checkpoint.step, phase="saved", path=str(target), start=started, end=now()
+        )
+    )
+    return target
+
+
+def load_latest(folder: Path, events: Writer | None = None) -> Checkpoint | None:
+    """Return the newest checkpoint that verifies, None when there is none at all.
+
+    One that does not verify is passed over with an event `refused`. Raises CheckpointError when
+    there are some, and none verifies: starting over would lose the run without a word.
+    """
+    events = events or NoEvents()
+    refused = []
+    for path in _found(folder):
+        started = now()
+        try:
+            verify(path)
+            checkpoint = _read(path)
+        except RecordError as error:
+            refused.append(str(error))
+            step = _step_of(path.name)
+            events.write(
+                CheckpointEvent(step=step, phase="refused", path=str(path), detail=str(error))
+            )
+            continue
+        rng.restore(checkpoint.rng)
+        events.write(
+            CheckpointEvent(
+                step=checkpoint.step, phase="loaded", path=str(path), start=started, end=now()
+            )
+        )
+        return checkpoint
+    if refused:
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used: {'; '.join(refused)}. "
+            "Restore one, or start a new run under another name"
+        )
+    return None
+
+
+def read_consumed(folder: Path) -> dict[int, str]:
+    """Return `trained` or `filtered:REASON` for each consumed draw; {} before any checkpoint.
+
+    folder: `checkpoints/`, whose newest good one is taken, or one `step-…/` in it.
+    """
+    if (folder / MANIFEST).is_file():
+        verify(folder)
+        return _read_consumed(folder)
+    refused = []
+    for path in _found(folder):
+        try:
+            verify(path)
+        except RecordError as error:
+            refused.append(str(error))
+            continue
+        return _read_consumed(path)
+    if refused:
+        raise CheckpointError(f"no checkpoint in {folder} can be read: {'; '.join(refused)}")
+    return {}
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Return the manifest of one checkpoint after checking every file against it, or raise."""
+    try:
+        manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
+        wanted = manifest["files"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / MANIFEST}: not readable ({error!r})") from error
+    for name, entry in wanted:
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != entry["size"]:
+            raise CheckpointError(f"{file}: {size} bytes, its manifest says {entry['size']}")
+        if _sha256(file) != entry["sha256"]:
+            raise CheckpointError(f"{file}: its sha256 is not the manifest's; it was changed")
+    return manifest
+
+
+def _write(folder: Path, checkpoint: Checkpoint, model_folder: Path, attempt: int) -> None:
+    folder.mkdir()
+    copy_side_files(model_folder, folder)
+    state = checkpoint.backend
+    model = {name: tensor.contiguous() for name, tensor in state.model.items()}
+    save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
+    optimizer = {name: tensor.contiguous() for name, tensor in state.optimizer.items()}
+    save_file(optimizer, folder / "optimizer.safetensors")
+    head = {
+        "step": checkpoint.step,
+        "version": checkpoint.version,
+        "config_hash": checkpoint.config_hash,
+    }
+    rest = {"updates": state.updates, "pending": checkpoint.pending, "rng": checkpoint.rng}
+    (folder / "state.json").write_text(json.dumps({**head, **rest}))
+    (folder / "consumed.json").write_text(json.dumps(_compact(checkpoint.consumed)))
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+    publish_json(folder / MANIFEST, {**head, "attempt": attempt, "files": files})
+
+
+def _move_in(temporary: Path, target: Path) -> None:
+    if target.name in os.listdir(target.parent):
+        # Refused once, or saved at this step with fewer draws; readers find it under both names.
+        superseded = target.with_name(f"{target.name}.superseded")
+        os.rename(target, superseded)
+        os.rename(temporary, target)
+        shutil.rmtree(superseded)
+    else:
+        os.rename(temporary, target)
+    fsync_folder(target.parent)
+
+
+def _read(path: Path) -> Checkpoint:
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+        return Checkpoint(
+            step=state["step"],
+            version=state["version"],
+            backend=BackendState(
+                model=load_file(path / "model.safetensors"),
+                optimizer=load_file(path / "optimizer.safetensors"),
+                updates=state["updates"],
+            ),
+            consumed=_read_consumed(path),
+            pending=state["pending"],
+            config_hash=state["config_hash"],
+            rng=state["rng"],
+        )
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: verified, yet not readable ({error!r})") from error
+
+
+def _compact(consumed: dict[int, str]) -> dict[str, list[list[int]]]:
+    reasons = sorted(set(consumed.values()))
+    return {
+        reason: DrawSet(draw for draw, why in consumed.items() if why == reason).to_ranges()
+        for reason in reasons
+    }
+
+
+def _read_consumed(path: Path) -> dict[int, str]:
+    try:
+        table = json.loads((path / "consumed.json").read_bytes())
+        pairs = [(draw, why) for why, spans in table.items() for draw in DrawSet.from_ranges(spans)]
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'consumed.json'}: not readable ({error!r})") from error
+    return dict(sorted(pairs))
+
+
+def _found(folder: Path) -> list[Path]:
+    """Return the complete checkpoints, newest first."""
+    names: Iterable[str] = os.listdir(folder) if folder.is_dir() else ()
+    steps = [name for name in names if re.fullmatch(r"step-\d{6,}(\.superseded)?", name)]
+    return [folder / name for name in sorted(steps, key=lambda name: (-_step_of(name), name))]
+
+
+def _step_of(name: str) -> int:
+    return int(name.removeprefix("step-").partition(".")[0])
+
+
+def _retain(folder: Path, keep: int, verified: Path) -> None:
+    good = 0
+    for path in _found(folder):
+        if good >= keep:
+            going = path.with_name(f"{path.name}.going")
+            os.rename(path, going)
+            shutil.rmtree(going)
+        elif path == verified or _is_good(path):
+            good += 1  # a bad one is not counted, and kept for a person to look at
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        verify(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what a killed trainer left half done; a run has one trainer at a time."""
+    for name in os.listdir(folder):
+        plain = name.removesuffix(".superseded")
+        if plain != name and not (folder / plain).exists():
+            os.rename(folder / name, folder / plain)
+        elif plain != name or ".tmp-" in name or name.endswith(".going"):
+            shutil.rmtree(folder / name)
+        elif name.endswith(".tmp"):
+            (folder / name).unlink()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,218 @@
+"""From spool files to the groups of one step, and the one record of what became of each draw."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from agentrl.config import RunConfig
+from agentrl.errors import Interrupted, RecordError, WaitTimeout
+from agentrl.events import Drop, Writer
+from agentrl.handoff.spool import delete, list_files, read_group
+from agentrl.handoff.trajectory import Group, Trajectory
+from agentrl.rollout.draws import DrawSet
+from agentrl.training.checkpoint import FILTERED, TRAINED
+from agentrl.training.grpo import group_advantages, token_weights
+from agentrl.training.packing import Sample
+
+log = logging.getLogger(__name__)
+SHORTEST_POLL_S = 0.02
+LONGEST_POLL_S = 0.5
+
+
+@dataclass(kw_only=True, slots=True)
+class Batch:
+    """The groups of one step, lowest draws first, and what is counted about them."""
+
+    samples: list[Sample]
+    """Of the groups with signal; empty when none has any."""
+    outcome: dict[int, str]
+    """What its draws become once the step is taken."""
+    metrics: dict[str, float]
+
+
+@dataclass(kw_only=True)
+class Intake:
+    """Takes finished groups from the spool in the order of their draws.
+
+    A file that cannot be read, a group that its node dropped, one with fewer than min_group graded
+    trajectories, and one sampled more than max_trained_staleness versions ago are consumed at once
+    as filtered, and do not count among the step's groups. A group older than that bound's inside is
+    trained; its importance weights are truncated, and its staleness is reported.
+    """
+
+    config: RunConfig
+    consumed: dict[int, str]
+    events: Writer
+    pending: Counter[str] = field(default_factory=Counter)
+    """Counts since the last step event: filtered_REASON, infra_CAUSE."""
+    _ready: dict[int, Group] = field(default_factory=dict)
+
+    @property
+    def spool(self) -> Path:
+        return self.config.run_dir / "spool"
+
+    def ranges(self) -> list[list[int]]:
+        """Return the consumed draws as announcements hold them."""
+        return DrawSet(self.consumed).to_ranges()
+
+    def wait(self, version: int, stop: Callable[[], bool], told: Callable[[], None]) -> Batch:
+        """Return the next step's groups once there are enough.
+
+        `told` is called whenever draws were filtered meanwhile: nodes start new ones only when they
+        know. Raises WaitTimeout with the missing draws, Interrupted when `stop` says so.
+        """
+        wanted = self.config.training.groups_per_step
+        limit = self.config.training.wait_timeout_s
+        deadline, pause = time.monotonic() + limit, SHORTEST_POLL_S
+        while True:
+            known, consumed = len(self._ready), len(self.consumed)
+            self._poll(version)
+            if len(self._ready) >= wanted:
+                return self._take(wanted, version)
+            if len(self.consumed) > consumed:
+                told()
+            if stop():
+                raise Interrupted(f"stopped while waiting for groups at version {version}")
+            if time.monotonic() > deadline:
+                raise WaitTimeout(self._missing(wanted, limit))
+            pause = SHORTEST_POLL_S if len(self._ready) > known else pause
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_POLL_S)
+
+    def mark(self, outcome: dict[int, str]) -> None:
+        self.consumed.update(outcome)
+        for why in outcome.values():
+            if why != TRAINED:
+                self.pending[f"filtered_{why.removeprefix(FILTERED)}"] += 1
+
+    def counted(self) -> dict[str, float]:
+        """Return the counts since this was last asked."""
+        counts = {name: float(count) for name, count in self.pending.items()}
+        self.pending.clear()
+        return counts
+
+    def delete_consumed(self) -> int:
+        """Delete the spool files of consumed draws: call it once a verified checkpoint has them."""
+        gone = [path for draw, path in list_files(self.spool) if draw in self.consumed]
+        for path in gone:
+            delete(path)
+        return len(gone)
+
+    def _poll(self, version: int) -> None:
+        for draw, path in sorted(list_files(self.spool)):
+            if draw in self.consumed or draw in self._ready:
+                continue
+            try:
+                self._ready[draw] = read_group(path)
+            except FileNotFoundError:
+                continue  # listed by a cache that is behind
+            except RecordError as error:
+                self._refuse(draw, path, str(error))
+        for draw, group in list(self._ready.items()):
+            if reason := self._reason_against(group, version):
+                self._filter(draw, reason, "group")
+                del self._ready[draw]
+
+    def _refuse(self, draw: int, path: Path, detail: str) -> None:
+        log.warning("draw %d: %s; set aside as %s.bad", draw, detail, path.name)
+        os.rename(path, path.with_name(f"{path.name}.bad"))
+        self._filter(draw, "unreadable", "spool_file")
+
+    def _filter(self, draw: int, reason: str, what: str) -> None:
+        self.mark({draw: f"{FILTERED}{reason}"})
+        self.events.write(Drop(what=what, reason=reason, draw=draw))
+
+    def _reason_against(self, group: Group, version: int) -> str:
+        if group.dropped:
+            return group.dropped
+        if len(_graded(group)) < self.config.rollout.min_group:
+            return "few_graded"
+        bound = self.config.training.max_trained_staleness
+        return "stale" if max(_staleness(group, version)) > bound else ""
+
+    def _take(self, wanted: int, version: int) -> Batch:
+        groups = [self._ready.pop(draw) for draw in sorted(self._ready)[:wanted]]
+        return make_batch(groups, version, self.config, self.pending)
+
+    def _missing(self, wanted: int, limit_s: float) -> str:
+        absent: list[int] = []
+        draw = 0
+        while len(absent) < wanted - len(self._ready):
+            if draw not in self.consumed and draw not in self._ready:
+                absent.append(draw)
+            draw += 1
+        return (
+            f"waited {limit_s:g} s for {wanted} groups in {self.spool}: {len(self._ready)} came; "
+            f"the next missing draws are {', '.join(map(str, absent))}. Look at the inference "
+            "role's log, or raise training.wait_timeout_s"
+        )
+
+
+def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Counter[str]) -> Batch:
+    """Score `groups`; causes of trajectories that were never graded are counted in `infra`."""
+    samples: list[Sample] = []
+    outcome: dict[int, str] = {}
+    rewards: list[float] = []
+    for group in groups:
+        graded = _graded(group)
+        infra.update(f"infra_{item.cause}" for item in group.trajectories if item.reward is None)
+        scores = [float(item.reward) for item in graded if item.reward is not None]
+        rewards += scores
+        advantages = group_advantages(scores, std_normalize=config.training.std_normalize)
+        has_signal = bool(advantages.any())
+        outcome[group.draw] = TRAINED if has_signal else f"{FILTERED}zero_signal"
+        if has_signal:
+            samples += _samples(graded, advantages)
+    kind = config.training.aggregation
+    weights = token_weights([item.sampled_tokens for item in samples], kind)  # type: ignore[arg-type]
+    ages = [age for group in groups for age in _staleness(group, version)]
+    return Batch(
+        samples=[item.weighted(weight) for item, weight in zip(samples, weights, strict=True)],
+        outcome=outcome,
+        metrics={
+            "reward": sum(rewards) / len(rewards),
+            "groups": len(groups),
+            "zero_signal": sum(why != TRAINED for why in outcome.values()),
+            "trajectories": len(samples),
+            "graded": len(rewards),
+            "tokens": sum(len(item.tokens) for item in samples),
+            "sampled_tokens": sum(item.sampled_tokens for item in samples),
+            "staleness_mean": sum(ages) / len(ages),
+            "staleness_max": max(ages),
+        },
+    )
+
+
+def _samples(graded: list[Trajectory], advantages: torch.Tensor) -> list[Sample]:
+    return [
+        Sample(
+            tokens=item.tokens,
+            loss_mask=item.loss_mask,
+            engine_logprobs=item.logprobs,
+            advantage=float(advantage),
+        )
+        for item, advantage in zip(graded, advantages, strict=True)
+    ]
+
+
+def _graded(group: Group) -> list[Trajectory]:
+    return [item for item in group.trajectories if item.reward is not None]
+
+
+def _staleness(group: Group, version: int) -> list[int]:
+    """Return, for each graded trajectory, how many versions back its oldest token is.
+
+    After a resume, versions newer than the trainer's may be in the spool: these count as 0.
+    """
+    return [
+        max(0, version - min((span.version for span in item.versions), default=version))
+        for item in _graded(group)
+    ]

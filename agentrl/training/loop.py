@@ -1,0 +1,233 @@
+"""The trainer role: take groups, step, publish, checkpoint, until the run has its steps.
+
+Version = weights after that many optimizer steps, always. A batch whose groups all lack signal
+takes no step: its draws are consumed and announced under the version that stands.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import agentrl.config
+from agentrl.config import RunConfig
+from agentrl.errors import Interrupted, NoSignalError, WaitTimeout
+from agentrl.events import Step, VersionEvent, Writer, now
+from agentrl.training import checkpoint, rng
+from agentrl.training.checkpoint import Checkpoint
+from agentrl.training.intake import Batch, Intake
+from agentrl.training.packing import pack, padding_share
+from agentrl.training.torch_backend import Backend, TorchBackend
+from agentrl.weights.version import Announced, prune, publish_version, reannounce
+
+log = logging.getLogger(__name__)
+DONE, SAVED = 0, 75
+MAX_BATCHES_WITHOUT_SIGNAL = 25
+
+
+def train(
+    config: RunConfig,
+    *,
+    attempt: int,
+    stop: Callable[[], bool],
+    events: Writer,
+    backend: Backend | None = None,
+) -> int:
+    """Train until `training.steps`, from the newest good checkpoint or the starting model.
+
+    Returns 0 when the run is done, 75 when `stop` asked for the end and everything is saved.
+    Raises WaitTimeout, NoSignalError, DivergedError, PublishError, CheckpointError.
+    """
+    trainer = _start(config, attempt, events, backend)
+    try:
+        return trainer.run(stop)
+    except Interrupted as reason:
+        log.info("%s; saving", reason)
+        trainer.save()
+        return SAVED
+    except (WaitTimeout, NoSignalError):
+        trainer.save()
+        raise
+
+
+def _start(config: RunConfig, attempt: int, events: Writer, backend: Backend | None) -> _Trainer:
+    rng.seed_all(config.seed)
+    backend = backend or TorchBackend(Path(config.model.path), config)
+    found = checkpoint.load_latest(config.run_dir / "checkpoints", events)
+    intake = Intake(config=config, consumed={}, events=events)
+    trainer = _Trainer(
+        config=config, attempt=attempt, events=events, backend=backend, intake=intake
+    )
+    if found is not None:
+        backend.restore(found.backend)
+        intake.consumed.update(found.consumed)
+        intake.pending.update({name: int(count) for name, count in found.pending.items()})
+        trainer.step = trainer.saved_step = found.step
+        trainer.saved_draws = len(found.consumed)
+        intake.delete_consumed()  # a crash may have come between the checkpoint and this
+        log.info("resumed at step %d with %d draws consumed", found.step, len(found.consumed))
+    trainer.publish()
+    return trainer
+
+
+class _Clock:
+    """Seconds by phase since the last report; a batch passed over adds to the next step's wait."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.started = now()
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        """Charge the time since the last lap to `phase`."""
+        here = time.monotonic()
+        self.laps[phase] = self.laps.get(phase, 0.0) + here - self._last
+        self._last = here
+
+
+@dataclass(kw_only=True)
+class _Trainer:
+    config: RunConfig
+    attempt: int
+    events: Writer
+    backend: Backend
+    intake: Intake
+    step: int = 0
+    saved_step: int = -1
+    saved_draws: int = 0
+    announced: Announced | None = None
+    empty_batches: int = 0
+    clock: _Clock = field(default_factory=_Clock)
+
+    @property
+    def weights(self) -> Path:
+        return self.config.run_dir / "weights"
+
+    def run(self, stop: Callable[[], bool]) -> int:
+        self.clock.restart()
+        while self.step < self.config.training.steps:
+            if stop():
+                raise Interrupted(f"stopped at step {self.step}")
+            batch = self.intake.wait(self.step, stop, self.announce_consumed)
+            self.clock.lap("wait")
+            if batch.samples:
+                self.take_step(batch)
+            else:
+                self.pass_over(batch)
+        self.save()
+        return DONE
+
+    def take_step(self, batch: Batch) -> None:
+        batches = pack(batch.samples, self.config.training.micro_batch_tokens)
+        learned = self.backend.train_step(batches)
+        self.step += 1
+        self.empty_batches = 0
+        self.intake.mark(batch.outcome)
+        metrics = {**batch.metrics, **learned, **self.intake.counted()}
+        metrics |= {"padding": padding_share(batches), "micro_batches": len(batches)}
+        self.clock.lap("update")
+        is_last = self.step >= self.config.training.steps
+        if is_last:
+            self.save()  # before it is announced as done
+            self.clock.lap("checkpoint")
+        self.publish()
+        self.clock.lap("publish")
+        if not is_last and self.step % self.config.training.checkpoint_every == 0:
+            self.save()
+            self.clock.lap("checkpoint")
+        self.report(metrics)
+
+    def pass_over(self, batch: Batch) -> None:
+        """Consume a batch that teaches nothing. Raises NoSignalError after too many in a row."""
+        self.intake.mark(batch.outcome)
+        self.empty_batches += 1
+        if self.empty_batches >= MAX_BATCHES_WITHOUT_SIGNAL:
+            raise NoSignalError(
+                f"{self.empty_batches} batches in a row at version {self.step} had no group with "
+                f"signal; the last one's mean reward is {batch.metrics['reward']:.3f}. Give tasks "
+                "that the policy solves sometimes, or raise rollout.attempts_per_task"
+            )
+        self.announce_consumed()
+
+    def publish(self) -> None:
+        started = now()
+        self.announced = publish_version(
+            self.weights,
+            run=self.config.name,
+            attempt=self.attempt,
+            version=self.step,
+            step=self.step,
+            tensors=self.backend.export_hf(),
+            model_folder=Path(self.config.model.path),
+            consumed=self.intake.ranges(),
+            done=self.step >= self.config.training.steps,
+        )
+        prune(self.weights, self.config.training.keep_versions)
+        size = sum(self.announced.sizes.values())
+        event = VersionEvent(
+            version=self.step, phase="published", size=size, start=started, end=now()
+        )
+        self.events.write(event)
+
+    def announce_consumed(self) -> None:
+        if self.announced is not None:
+            self.announced = reannounce(self.weights, self.announced, consumed=self.intake.ranges())
+
+    def save(self) -> None:
+        """Checkpoint unless nothing changed since; then delete the spool files that it covers."""
+        if (self.step, len(self.intake.consumed)) == (self.saved_step, self.saved_draws):
+            return
+        state = Checkpoint(
+            step=self.step,
+            version=self.step,
+            backend=self.backend.state(),
+            consumed=self.intake.consumed,
+            pending=dict(self.intake.pending),
+            config_hash=config_hash(self.config),
+        )
+        checkpoint.save(
+            self.config.run_dir / "checkpoints",
+            state,
+            attempt=self.attempt,
+            keep=self.config.training.keep_checkpoints,
+            model_folder=Path(self.config.model.path),
+            events=self.events,
+        )
+        self.saved_step, self.saved_draws = self.step, len(self.intake.consumed)
+        self.intake.delete_consumed()
+
+    def report(self, metrics: dict[str, float]) -> None:
+        laps = self.clock.laps
+        event = Step(
+            step=self.step,
+            version=self.step,
+            wait_s=laps.get("wait", 0.0),
+            logprob_s=0.0,  # the update's own forward pass gives the old log-probabilities
+            update_s=laps.get("update", 0.0),
+            publish_s=laps.get("publish", 0.0),
+            checkpoint_s=laps.get("checkpoint", 0.0),
+            metrics=metrics,
+            start=self.clock.started,
+            end=now(),
+        )
+        self.events.write(event)
+        log.info(
+            "step %d: reward %.3f, loss %.4f, %.1f s",
+            self.step,
+            metrics["reward"],
+            metrics["loss"],
+            event.seconds,
+        )
+        self.clock.restart()
+
+
+def config_hash(config: RunConfig) -> str:
+    """Return the sha256 (hex) of the whole resolved config."""
+    return hashlib.sha256(agentrl.config.to_yaml(config).encode()).hexdigest()

@@ -1,0 +1,70 @@
+"""Hugging Face model folders: reading one for training, and writing one whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from agentrl.errors import ConfigError
+from agentrl.handoff.publish import fsync_folder
+
+WEIGHTS_FILE = "model.safetensors"
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".index.json")
+
+
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return the causal language model in `folder`. Raises ConfigError when none is there."""
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model folder {folder}: no config.json there; give a Hugging Face model folder, "
+            "or set model.init=qwen3 and let `prepare` make one"
+        )
+    from transformers import AutoModelForCausalLM  # seconds of import: only who trains pays
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    return cast(nn.Module, model)
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the model's weights under their Hugging Face names, a tied one once."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.detach()
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy config, tokenizer and chat template: every plain file that holds no weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.endswith(WEIGHT_ENDINGS) and path.name[0] != ".":
+            shutil.copyfile(path, target / path.name)
+
+
+def write_model_folder(out: Path, weights: Iterable[tuple[str, Tensor]], source: Path) -> None:
+    """Put a loadable model at `out`, replacing what was there; side files come from `source`."""
+    temporary = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    copy_side_files(source, temporary)
+    named = {name: tensor.contiguous() for name, tensor in weights}
+    save_file(named, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    fsync_folder(temporary)
+    if out.exists():
+        old = out.with_name(f".{out.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        os.rename(out, old)
+        os.rename(temporary, out)
+        shutil.rmtree(old)
+    else:
+        os.rename(temporary, out)
+    fsync_folder(out.parent)

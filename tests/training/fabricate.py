@@ -1,0 +1,92 @@
+"""A tiny Qwen3, a config for it, and groups as an inference node would have written them."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from agentrl.config import RunConfig
+from agentrl.engine.base import VersionSpan
+from agentrl.handoff.spool import SpoolWriter
+from agentrl.handoff.trajectory import Group, Trajectory
+
+VOCABULARY = 64
+
+
+def make_model(folder: Path, *, hidden: int = 32, layers: int = 2, vocabulary: int = VOCABULARY) -> Path:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(7)
+    config = Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        vocab_size=vocabulary,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def make_config(root: Path, model: Path) -> RunConfig:
+    config = RunConfig(name="tiny", runs_dir=str(root / "runs"))
+    config.model.path = str(model)
+    config.training.groups_per_step = 2
+    config.training.steps = 3
+    config.training.checkpoint_every = 2
+    config.training.warmup_steps = 2
+    config.training.wait_timeout_s = 20.0
+    config.training.micro_batch_tokens = 128
+    return config
+
+
+def make_trajectory(
+    draw: int, attempt: int, *, reward: float | None, version: int = 0, cause: str = "submitted"
+) -> Trajectory:
+    rng = random.Random(1000 * draw + attempt)
+    length = rng.randrange(12, 30)
+    prompt = 5
+    mask = [index >= prompt and index % 7 != 0 for index in range(length)]
+    return Trajectory(
+        run="tiny",
+        draw=draw,
+        task_id=f"task-{draw}",
+        attempt=attempt,
+        node=0,
+        tokens=[rng.randrange(VOCABULARY) for _ in range(length)],  # type: ignore[arg-type]
+        logprobs=[-4.0 if on else 0.0 for on in mask],  # type: ignore[arg-type]
+        loss_mask=mask,  # type: ignore[arg-type]
+        versions=(VersionSpan(version=version, start=prompt, end=length),),
+        reward=reward,
+        cause=cause,
+        turns=1,
+    )
+
+
+def make_group(draw: int, rewards: list[float | None], *, version: int = 0) -> Group:
+    return Group(
+        draw=draw,
+        task_id=f"task-{draw}",
+        trajectories=tuple(
+            make_trajectory(
+                draw,
+                attempt,
+                reward=reward,
+                version=version,
+                cause="submitted" if reward is not None else "sandbox_lost",
+            )
+            for attempt, reward in enumerate(rewards)
+        ),
+    )
+
+
+def fill_spool(config: RunConfig, draws: range, rewards: tuple[float | None, ...] = (1, 0, 0, 1)) -> None:
+    writer = SpoolWriter(config.run_dir / "spool", 0)
+    for draw in draws:
+        writer.write(make_group(draw, list(rewards)))
