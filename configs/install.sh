@@ -1,0 +1,81 @@
+#!/bin/sh
+# Sets this project up: `sh configs/install.sh PYTHON VENV`, called by the Makefile.
+# Makes VENV with PYTHON (3.11 to 3.13) and installs the project into it. As root on Debian it also
+# installs the system packages that are missing; otherwise it names them. Running it again is cheap.
+set -eu
+
+PYTHON=${1:?usage: sh configs/install.sh PYTHON VENV}
+VENV=${2:?usage: sh configs/install.sh PYTHON VENV}
+ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
+LOG=$(mktemp)
+trap 'rm -f "$LOG"' EXIT
+
+say() { printf 'install: %s\n' "$*"; }
+fail() { printf 'install: %s\n' "$*" >&2; exit 1; }
+
+# Runs a command quietly; shows what it said only if it fails.
+quietly() {
+    if ! "$@" >"$LOG" 2>&1; then
+        cat "$LOG" >&2
+        fail "failed: $*"
+    fi
+}
+
+# Prints the Debian packages that are missing.
+missing() {
+    command -v bwrap >/dev/null 2>&1 || printf ' bubblewrap'
+    command -v git >/dev/null 2>&1 || printf ' git'
+    if ! command -v "$PYTHON" >/dev/null 2>&1; then
+        printf ' python3 python3-venv'
+    elif ! "$PYTHON" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+        printf ' python3-venv'
+    fi
+}
+
+provide_packages() {
+    wanted=$(missing)
+    [ -n "$wanted" ] || return 0
+    if [ "$(id -u)" -eq 0 ] && [ -e /etc/debian_version ] && command -v apt-get >/dev/null 2>&1; then
+        say "installing$wanted with apt-get"
+        # shellcheck disable=SC2086  # a list of package names
+        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $wanted \
+            >"$LOG" 2>&1 || {
+            quietly apt-get update -qq
+            # shellcheck disable=SC2086
+            quietly env DEBIAN_FRONTEND=noninteractive \
+                apt-get install -qq -y --no-install-recommends $wanted
+        }
+        wanted=$(missing)
+    fi
+    [ -z "$wanted" ] || fail "missing:$wanted. On Debian: sudo apt-get install$wanted; then again"
+}
+
+check_python() {
+    found=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
+        fail "$PYTHON does not run; give another: make PYTHON=/path/to/python3.11"
+    case $found in
+    3.11 | 3.12 | 3.13) ;;
+    *) fail "$PYTHON is Python $found; needed is 3.11, 3.12 or 3.13: make PYTHON=python3.11" ;;
+    esac
+}
+
+make_venv() {
+    if "$VENV/bin/python" -c '' >/dev/null 2>&1; then
+        return 0
+    fi
+    say "making $VENV with Python $found"
+    quietly "$PYTHON" -m venv --clear "$VENV"
+}
+
+install_project() {
+    say "installing the project and what it needs (a few minutes the first time)"
+    quietly "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
+        -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    "$VENV/bin/agentrl" --help >/dev/null || fail "$VENV/bin/agentrl does not start"
+    say "done: $VENV/bin/agentrl"
+}
+
+provide_packages
+check_python
+make_venv
+install_project

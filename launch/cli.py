@@ -1,0 +1,69 @@
+"""`agentrl COMMAND …`: finds the command's module and runs it; `python -m launch.NAME` does too.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 75 saved and to be resumed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "demo": "the whole job on one machine: prepare, sft, evaluate, train, evaluate, report",
+    "prepare": "make the tasks, and the model and tokenizer where the config asks for it",
+    "sft": "make expert traces in real sandboxes and fine-tune the model on them",
+    "train": "train by reinforcement learning: an inference role and a trainer role",
+    "evaluate": "attempt a split of the tasks and write pass@1 and pass@k",
+    "resume": "go on with a run that was saved, stopped or killed",
+    "status": "show where a run stands",
+    "stop": "ask a run to save and end",
+    "audit": "prove from a run's files that every draw is accounted for",
+    "report": "write the page with a run's plots",
+    "sweep": "remove the sandboxes that no living process owns",
+}
+USAGE = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` names; return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    if not given or given[0] in ("-h", "--help", "help"):
+        print(help_text())
+        return 0 if given else USAGE
+    if given[0] == "--version":
+        from importlib.metadata import version
+
+        print(version("agentrl-slurm"))
+        return 0
+    if given[0] not in COMMANDS:
+        return _unknown(given[0])
+    from launch.command import guard
+
+    return guard(importlib.import_module(f"launch.{given[0]}").main, given[1:])
+
+
+def help_text() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name.ljust(width)}  {about}" for name, about in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: agentrl COMMAND …      (agentrl COMMAND --help tells its arguments)",
+            "",
+            *lines,
+            "",
+            "exit codes: 0 done, 1 failed, 2 wrong usage, 75 saved and to be resumed",
+        ]
+    )
+
+
+def _unknown(name: str) -> int:
+    near = difflib.get_close_matches(name, COMMANDS, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"commands: {', '.join(COMMANDS)}"
+    sys.stderr.write(f"agentrl: no command {name!r}; {hint}\n")
+    return USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

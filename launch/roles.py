@@ -1,0 +1,82 @@
+"""What each role of a launch attempt runs, on this machine and on a cluster alike.
+
+A role reads its run's own config, polls the stop flag, and leaves an exit record. Whatever it
+raises is recorded first and then raised again, so that the job has the traceback by role.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from agentrl.config import RunConfig
+from agentrl.errors import Interrupted
+from agentrl.events import EventWriter
+from launch.run_dir import RunDir
+from launch.signals import StopFlag
+from slurm import exit_record
+
+Body = Callable[[RunConfig, StopFlag, EventWriter], int]
+log = logging.getLogger(__name__)
+
+
+def trainer_role(run_dir: str, attempt: int) -> int:
+    """Train until the last step or until asked to stop; return 0 or 75."""
+
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        from agentrl.training.loop import train
+
+        return train(config, attempt=attempt, stop=stop, events=events)
+
+    return _play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def inference_role(run_dir: str, attempt: int, node: int) -> int:
+    """Serve engines and roll out groups on one node until the trainer is done; return 0 or 75."""
+
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        from agentrl.rollout.node import run_node
+
+        return asyncio.run(
+            run_node(
+                config, node=node, attempt=attempt, run_dir=Path(run_dir), stop=stop, events=events
+            )
+        )
+
+    return _play("inference", node, Path(run_dir), attempt, body)
+
+
+def _play(role: str, node: int, run_dir: Path, attempt: int, body: Body) -> int:
+    started = time.time()
+    run = RunDir(run_dir)
+    folder = run.attempt(attempt)
+    faulthandler.enable()
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    log.info(
+        "%s on node %d, attempt %d of run %s, pid %d", role, node, attempt, run.name, os.getpid()
+    )
+    events = EventWriter(run.path / "events", role, node=str(node))
+    stop = StopFlag(run.stop_file, events).install()
+    try:
+        code = body(run.config(), stop, events)
+    except Interrupted:
+        code = exit_record.SAVED
+    except Exception as error:
+        step = run.checkpoint_step()
+        exit_record.write(
+            folder, exit_record.from_error(role, node, error, step=step, started=started)
+        )
+        raise
+    finally:
+        events.close()
+    step = run.checkpoint_step()
+    exit_record.write(folder, exit_record.from_code(role, node, code, step=step, started=started))
+    log.info("%s on node %d ends with code %d", role, node, code)
+    return code

@@ -1,0 +1,241 @@
+"""A run directory as launchers see it: config, provenance, attempts, newest checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import psutil
+
+from agentrl import config as schema
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, LaunchError
+from agentrl.handoff.publish import publish_bytes, publish_json
+from slurm import exit_record, ledger
+
+STOP = "STOP"
+"""A file of this name in a run directory asks its roles to save and end."""
+VERSIONS_OF = ("agentrl-slurm", "torch", "transformers", "pyarrow", "submitit", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    path: Path
+
+    @classmethod
+    def open(cls, path: Path | str) -> RunDir:
+        """Open an existing run. Raises ConfigError naming the runs that are there."""
+        run = cls(Path(path).absolute())
+        if not (run.path / "config.yaml").is_file():
+            raise ConfigError(
+                f"run {path}: no config.yaml in it (from {Path.cwd()}){_near(run.path)}"
+            )
+        return run
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def stop_file(self) -> Path:
+        return self.path / STOP
+
+    def config(self) -> RunConfig:
+        """Read what the run uses; its name and folder are where it now is."""
+        found = schema.load(self.path / "config.yaml")
+        return dataclasses.replace(found, runs_dir=str(self.path.parent), name=self.path.name)
+
+    def attempt(self, number: int) -> Path:
+        return self.path / "attempts" / f"{number:04d}"
+
+    def attempts(self) -> list[int]:
+        """Return the numbers of the launch attempts so far."""
+        folder = self.path / "attempts"
+        names = os.listdir(folder) if folder.is_dir() else []
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def checkpoint_step(self) -> int:
+        """Return the step of the newest whole checkpoint, 0 without one."""
+        return newest_step(self.path / "checkpoints")
+
+    def write_config(self, config: RunConfig) -> None:
+        publish_bytes(self.path / "config.yaml", schema.to_yaml(config).encode())
+
+
+def newest_step(checkpoints: Path) -> int:
+    names = os.listdir(checkpoints) if checkpoints.is_dir() else []
+    found = [re.fullmatch(r"step-(\d+)", name) for name in names]
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """Return `config` with absolute paths, so that a run resumes from any folder."""
+    return dataclasses.replace(
+        config,
+        runs_dir=str(Path(config.runs_dir).absolute()),
+        model=dataclasses.replace(config.model, path=str(Path(config.model.path).absolute())),
+        tasks=dataclasses.replace(config.tasks, folder=str(Path(config.tasks.folder).absolute())),
+        agent=dataclasses.replace(config.agent, prompts=str(Path(config.agent.prompts).absolute())),
+    )
+
+
+def create(config: RunConfig, argv: Sequence[str]) -> RunDir:
+    """Make the run's directory, or return it if it is this very run already.
+
+    Raises ConfigError if a run of that name has another config.
+    """
+    run = RunDir(config.run_dir.absolute())
+    path = run.path / "config.yaml"
+    if path.is_file():
+        differing = differences(schema.load(path), config)
+        if differing:
+            raise ConfigError(
+                f"run {run.path} exists with another config ({'; '.join(differing[:4])}); go on "
+                f"with it by `agentrl resume {run.path}`, or give this one another name=…"
+            )
+        return run
+    run.path.mkdir(parents=True, exist_ok=True)
+    publish_json(run.path / "provenance.json", provenance(argv))
+    run.write_config(config)
+    return run
+
+
+def differences(old: RunConfig, new: RunConfig) -> list[str]:
+    """Return `key: old → new` for each key that differs; the folder itself does not count."""
+    keys = [key for key in schema.known_keys() if key not in ("runs_dir", "name")]
+    pairs = [(key, schema.get(old, key), schema.get(new, key)) for key in keys]
+    return [f"{key}: {was!r} → {now!r}" for key, was, now in pairs if was != now]
+
+
+def provenance(argv: Sequence[str]) -> dict[str, object]:
+    """Return what is needed to do it again: code, argv, versions, machine."""
+    return {
+        "git": _git_commit(),
+        "argv": list(argv),
+        "cwd": str(Path.cwd()),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in VERSIONS_OF},
+        "host": socket.gethostname(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "created": time.time(),
+    }
+
+
+def begin_attempt(run: RunDir, argv: Sequence[str]) -> int:
+    """Lay the next launch attempt's folder; return its number. Raises LaunchError if one runs."""
+    settle_lost(run)
+    number = max(run.attempts(), default=0) + 1
+    folder = run.attempt(number)
+    (folder / "logs").mkdir(parents=True)
+    (folder / "exit").mkdir()
+    own = psutil.Process()
+    publish_json(
+        folder / "launcher.json",
+        {
+            "pid": own.pid,
+            "created": own.create_time(),
+            "host": socket.gethostname(),
+            "argv": list(argv),
+            "step_begin": run.checkpoint_step(),
+            "started": time.time(),
+        },
+    )
+    return number
+
+
+def settle_lost(run: RunDir) -> None:
+    """Write the ledger line of an attempt whose launcher died. Raises LaunchError if it lives."""
+    known = {line.attempt for line in ledger.read(run.path)}
+    for number in [number for number in run.attempts() if number not in known]:
+        launcher = launcher_of(run, number)
+        if is_living(launcher):
+            raise LaunchError(
+                f"run {run.path}: attempt {number} still runs (pid {launcher['pid']}); "
+                f"`agentrl stop {run.path}` ends it"
+            )
+        record = exit_record.read(run.attempt(number), "trainer", 0)
+        ledger.append(
+            run.path,
+            ledger.LedgerLine(
+                attempt=number,
+                began="unknown",
+                is_by_person=False,
+                ended=f"the launcher was lost; trainer: {record.cause if record else 'no record'}",
+                action="lost",
+                code=exit_record.FAILED,
+                step_begin=_number(launcher.get("step_begin")),
+                step_end=run.checkpoint_step(),
+                started=float(_number(launcher.get("started"))),
+            ),
+        )
+
+
+def launcher_of(run: RunDir, number: int) -> dict[str, object]:
+    path = run.attempt(number) / "launcher.json"
+    found = json.loads(path.read_bytes()) if path.is_file() else {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_living(launcher: dict[str, object]) -> bool:
+    """Whether that very process still runs on this host."""
+    pid = launcher.get("pid")
+    if not isinstance(pid, int) or launcher.get("host") != socket.gethostname():
+        return False
+    try:
+        process = psutil.Process(pid)
+        same = process.create_time() == launcher.get("created")
+        return bool(same and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def command_line(command: str, argv: Sequence[str]) -> list[str]:
+    return ["agentrl", command, *argv]
+
+
+def _number(value: object) -> int:
+    return int(value) if isinstance(value, int | float) else 0
+
+
+def _near(path: Path) -> str:
+    folders = path.parent.iterdir() if path.parent.is_dir() else ()
+    names = sorted(folder.name for folder in folders if (folder / "config.yaml").is_file())
+    return f"; runs beside it: {', '.join(names)}" if names else "; give a run directory"
+
+
+def _git_commit() -> dict[str, object]:
+    """Return commit and whether files differ from it; empty outside a clone."""
+    root = Path(__file__).parents[1]
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], check=False, capture_output=True, text=True
+        )
+        if head.returncode:
+            return {}
+        status = subprocess.run(
+            [*git, "status", "--porcelain"], check=False, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        sys.stderr.write("agentrl: git is not installed; provenance.json will lack the commit\n")
+        return {}
+    return {"commit": head.stdout.strip(), "is_dirty": bool(status.stdout.strip())}
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
