@@ -1,0 +1,102 @@
+"""What the supervisor asks of one engine over HTTP: load weights, prove them, say how it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from agentrl.engine.capabilities import Capabilities, capabilities
+
+QUICK_S = 5.0
+"""Longest that an answer about the state may take, seconds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    running: int
+    waiting: int
+    generated_tokens: int
+    busy_s: float
+
+
+class EngineAdmin:
+    """Raises aiohttp.ClientError and TimeoutError when the engine does not answer."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, *, update_timeout_s: float
+    ) -> None:
+        self._session = session
+        self.url = url
+        self._update_timeout_s = update_timeout_s
+
+    async def capabilities(self) -> Capabilities:
+        return capabilities(str((await self._get("/server_info"))["version"]))
+
+    async def is_healthy(self, *, timeout_s: float) -> bool:
+        """True when a request passed through the whole engine."""
+        async with self._session.get(f"{self.url}/health", timeout=_total(timeout_s)) as response:
+            return response.status == 200
+
+    async def weight_version(self) -> str:
+        return str((await self._get("/model_info"))["weight_version"])
+
+    async def checksums(self) -> list[dict[str, Any]]:
+        """Return what /weights_checker says of each rank."""
+        answer = await self._post("/weights_checker", {"action": "checksum"})
+        return [dict(rank) for rank in answer["ranks"]]
+
+    async def pause(self, mode: str) -> None:
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+
+    async def update(self, folder: Path, version: int, *, is_flushing: bool) -> str:
+        """Ask for the weights in `folder`; return the engine's message.
+
+        Neither 200 nor 400 says whether they are loaded: only the proof does.
+        """
+        body = {
+            "model_path": str(folder.absolute()),
+            "weight_version": str(version),
+            "flush_cache": is_flushing,
+        }
+        answer = await self._post("/update_weights_from_disk", body)
+        return str(answer.get("message", answer))
+
+    async def load(self) -> Load:
+        """Sum /v1/loads over data-parallel ranks; what SGLang does not count stays 0."""
+        loads = (await self._get("/v1/loads"))["loads"]
+        return Load(
+            running=sum(int(one["num_running_reqs"]) for one in loads),
+            waiting=sum(int(one["num_waiting_reqs"]) for one in loads),
+            generated_tokens=sum(int(one.get("generated_tokens", 0)) for one in loads),
+            busy_s=sum(float(one.get("busy_s", 0.0)) for one in loads),
+        )
+
+    async def _get(self, path: str) -> dict[str, Any]:
+        async with self._session.get(self.url + path, timeout=_total(QUICK_S)) as response:
+            response.raise_for_status()
+            return _decode(await response.read())
+
+    async def _post(self, path: str, body: object) -> dict[str, Any]:
+        async with self._session.post(
+            self.url + path, json=body, timeout=_total(self._update_timeout_s)
+        ) as response:
+            return _decode(await response.read())
+
+
+def _decode(raw: bytes) -> dict[str, Any]:
+    """Answers without a JSON object come back under `message`."""
+    try:
+        return msgspec.json.decode(raw or b"{}", type=dict[str, Any])
+    except msgspec.DecodeError:
+        return {"message": raw.decode(errors="replace")}
+
+
+def _total(seconds: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds)

@@ -1,0 +1,262 @@
+"""The asynchronous client of engines: SGLang's /generate, tokens in and tokens out."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+
+from agentrl.config import EngineConfig
+from agentrl.engine.base import Finish, Generation, Sampling, VersionSpan
+from agentrl.engine.router import Router
+from agentrl.errors import EngineLost, RequestRefused
+from agentrl.events import EngineFault, NoEvents, Writer, now
+
+POLL_S = 0.02
+"""First wait for a routable engine, seconds; it doubles up to MAX_BACKOFF_S."""
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+MAX_FRUITLESS_ABORTS = 64
+"""Aborted answers in a row without one new token after which the request is given up."""
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: dict[str, Any]
+    cached_tokens: int = 0
+    weight_version: str = "0"
+    weight_versions: list[_Span] = []
+    output_token_logprobs: list[tuple[float, int, Any]] = []
+
+
+class _Answer(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int]
+
+
+@dataclass(slots=True)
+class _Reply:
+    """The reply so far, joined from parts."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
+    cached: int | None = None
+
+    def add(self, answer: _Answer) -> None:
+        """Append a part; its spans count from its own first token."""
+        meta, offset = answer.meta_info, len(self.tokens)
+        if self.cached is None:
+            self.cached = meta.cached_tokens
+        self.tokens += answer.output_ids
+        self.logprobs += [item[0] for item in meta.output_token_logprobs]
+        count = len(answer.output_ids)
+        whole = [_Span(version=meta.weight_version, start=0, end=count)]
+        for span in meta.weight_versions or whole:
+            end = min(span.end, count)  # SGLang's last one may end at the wanted length
+            if span.start < end:
+                self._span(int(span.version), span.start + offset, end + offset)
+
+    def _span(self, version: int, start: int, end: int) -> None:
+        if self.spans and self.spans[-1].version == version:
+            start = self.spans.pop().start
+        self.spans.append(VersionSpan(version=version, start=start, end=end))
+
+    def generation(self, finish: Finish, url: str) -> Generation:
+        return Generation(
+            token_ids=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.spans),
+            finish=finish,
+            cached_tokens=self.cached or 0,
+            engine=url,
+        )
+
+
+class EngineClient:
+    """Speaks to the engines that `urls()` lists, over one pooled session.
+
+    version: current version of the weights, where the caller knows it; the prefix cache of an
+    engine is then asked for under that name only.
+    """
+
+    def __init__(
+        self,
+        urls: Callable[[], Sequence[str]],
+        config: EngineConfig,
+        events: Writer | None = None,
+        *,
+        version: Callable[[], int] | None = None,
+        concurrency: int = 0,
+    ) -> None:
+        self._router = Router(urls)
+        self._urls = urls
+        self._config = config
+        self._events = events or NoEvents()
+        self._version = version
+        self._concurrency = concurrency
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # aiohttp's own limit of 100 would hold back more; 0 is none, as trajectories bound it
+        connector = aiohttp.TCPConnector(limit=self._concurrency, limit_per_host=0)
+        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s, sock_connect=10)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(
+        self, input_ids: list[int], sampling: Sampling, *, trajectory: str
+    ) -> Generation:
+        """Sample a reply; an aborted part is continued from its tokens, wherever an engine is.
+
+        Raises RequestRefused for what no engine can answer, EngineLost when `retries` are spent,
+        when nothing was routable for start_timeout_s, or after request_timeout_s.
+        """
+        room = self._config.context_length - len(input_ids)
+        if room < 1:
+            raise RequestRefused(
+                f"prompt of {len(input_ids)} tokens in {trajectory}: engine.context_length="
+                f"{self._config.context_length} leaves no room for a reply; "
+                "shorten it or raise that"
+            )
+        budget = min(sampling.max_new_tokens, room)
+        reply, fruitless = _Reply(), 0
+        while True:
+            before = len(reply.tokens)
+            url, answer = await self._send(
+                input_ids + reply.tokens, sampling, budget - before, trajectory
+            )
+            reply.add(answer)
+            kind = answer.meta_info.finish_reason["type"]
+            if kind != "abort":
+                return reply.generation(kind, url)
+            if len(reply.tokens) >= budget:
+                return reply.generation("length", url)
+            fruitless = fruitless + 1 if len(reply.tokens) == before else 0
+            if fruitless > MAX_FRUITLESS_ABORTS:
+                raise EngineLost(
+                    f"{trajectory}: {url} aborted the request {fruitless} times in a row without a "
+                    "token; see the engine's log"
+                )
+
+    async def _send(
+        self, ids: list[int], sampling: Sampling, budget: int, trajectory: str
+    ) -> tuple[str, _Answer]:
+        """Post one request, again on connection errors and 503; return where it was answered."""
+        avoid: set[str] = set()
+        causes: list[str] = []
+        for attempt in range(self._config.retries + 1):
+            url = await self._wait_for_engine(trajectory, avoid)
+            self._router.begin(url)
+            try:
+                return url, await self._post(url, self._payload(ids, sampling, budget))
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _Busy) as error:
+                causes.append(f"{url}: {type(error).__name__}: {error}")
+                self._tell(url, causes[-1], attempt + 1)
+                avoid.add(url)
+            except TimeoutError as error:
+                raise EngineLost(
+                    f"{trajectory}: no answer from {url} within engine.request_timeout_s="
+                    f"{self._config.request_timeout_s}; raise it or see the engine's log"
+                ) from error
+            finally:
+                self._router.end(url)
+            if attempt < self._config.retries and not self._has_other(avoid):
+                avoid.clear()
+                await asyncio.sleep(_backoff(attempt))
+        raise EngineLost(
+            f"{trajectory}: {len(causes)} sends failed (engine.retries={self._config.retries}), "
+            f"the last by {causes[-1]}; see the engines' logs"
+        )
+
+    async def _post(self, url: str, payload: bytes) -> _Answer:
+        if self._session is None:
+            raise RuntimeError("EngineClient is used outside `async with`: enter it first")
+        async with self._session.post(
+            f"{url}/generate", data=payload, headers={"Content-Type": "application/json"}
+        ) as response:
+            body = await response.read()
+            if response.status == 503:
+                raise _Busy(body.decode(errors="replace")[:200])
+            if response.status != 200:
+                raise RequestRefused(
+                    f"{url} answered {response.status} to /generate: "
+                    f"{body.decode(errors='replace')[:500]}"
+                )
+        return msgspec.json.decode(body, type=_Answer)
+
+    def _payload(self, ids: list[int], sampling: Sampling, budget: int) -> bytes:
+        params: dict[str, object] = {
+            "max_new_tokens": budget,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed
+        body: dict[str, object] = {
+            "input_ids": ids,
+            "sampling_params": params,
+            "rid": f"{uuid.uuid4().hex}-",  # aborts match by prefix; the dash ends it
+            "return_logprob": True,
+            "logprob_start_len": -1,
+        }
+        if self._version is not None:
+            body["extra_key"] = f"version-{self._version()}"
+        return msgspec.json.encode(body)
+
+    async def _wait_for_engine(self, trajectory: str, avoid: set[str]) -> str:
+        deadline = time.monotonic() + self._config.start_timeout_s
+        wait = POLL_S
+        while (url := self._router.pick(trajectory, avoid=avoid)) is None:
+            if time.monotonic() > deadline:
+                raise EngineLost(
+                    f"{trajectory}: no engine was routable for engine.start_timeout_s="
+                    f"{self._config.start_timeout_s}; see the engines' logs"
+                )
+            await asyncio.sleep(wait * (0.5 + random.random()))
+            wait = min(wait * 2, MAX_BACKOFF_S)
+        return url
+
+    def _has_other(self, avoid: set[str]) -> bool:
+        return any(url not in avoid for url in self._urls())
+
+    def _tell(self, url: str, detail: str, tries: int) -> None:
+        at = now()
+        self._events.write(
+            EngineFault(
+                start=at, end=at, engine=url, cause="request", detail=detail, restarts=tries
+            )
+        )
+
+
+class _Busy(Exception):
+    """The engine answered 503."""
+
+
+def _backoff(attempt: int) -> float:
+    """Seconds before the next send: doubling, with jitter from half to one and a half."""
+    bounded: float = min(FIRST_BACKOFF_S * 2**attempt, MAX_BACKOFF_S)
+    return bounded * (0.5 + random.random())

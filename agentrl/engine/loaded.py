@@ -1,0 +1,116 @@
+"""The model that an embedded engine computes with, and the exchange of its weights in place."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from agentrl.engine.kv_cache import RowCache
+from agentrl.errors import RecordError
+
+
+class LoadedModel:
+    """A causal language model of transformers in float32, with the label of its weights.
+
+    Every layer must attend to the whole context; the tensors of the checkpoint must have the
+    module's own names. Raises RecordError where either does not hold.
+    """
+
+    def __init__(self, folder: Path, *, version: str) -> None:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        if kinds != {"full_attention"}:
+            raise RecordError(
+                f"model {folder}: layers of kind {', '.join(sorted(kinds))}; the embedded engine "
+                "takes full attention only: use engine.kind=sglang"
+            )
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        ).eval()
+        self.folder = folder
+        self.version = version
+        self.vocabulary = int(config.vocab_size)
+        self.stop_ids = _stop_ids(folder, config)
+        names = inspect.signature(self.model.forward).parameters
+        self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in 5.2x
+        self._tensors: dict[str, torch.Tensor] = self.model.state_dict()
+        self._stored: dict[str, torch.dtype] = {}
+        self.load(folder, version=version)
+
+    def load(self, folder: Path, *, version: str) -> None:
+        """Overwrite the weights from `folder`; nothing changes unless all of it was read.
+
+        Raises RecordError or OSError.
+        """
+        fresh = dict(read_tensors(folder))
+        self._refuse_misfit(folder, fresh)
+        with torch.inference_mode():
+            for name, tensor in fresh.items():
+                self._tensors[name].copy_(tensor)
+        self._stored = {name: tensor.dtype for name, tensor in fresh.items()}
+        self.folder, self.version = folder, version
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what memory holds, under the names and in the types of the files it came from."""
+        return {name: self._tensors[name].to(kind) for name, kind in self._stored.items()}
+
+    def forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: RowCache
+    ) -> torch.Tensor:
+        """Return the logits after the last column. [rows, vocabulary]"""
+        arguments: dict[str, Any] = {self._cache_name: cache}
+        out = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            use_cache=True,
+            logits_to_keep=1,
+            **arguments,
+        )
+        logits: torch.Tensor = out.logits[:, -1]
+        return logits
+
+    def _refuse_misfit(self, folder: Path, fresh: dict[str, torch.Tensor]) -> None:
+        for name, tensor in fresh.items():
+            mine = self._tensors.get(name)
+            if mine is None or mine.shape != tensor.shape:
+                held = "no such tensor" if mine is None else f"shape {tuple(mine.shape)}"
+                raise RecordError(
+                    f"weights {folder}: {name} of shape {tuple(tensor.shape)}, but the model has "
+                    f"{held}; give weights of the same architecture"
+                )
+        if missing := sorted(set(self._stored) - set(fresh)):
+            raise RecordError(
+                f"weights {folder}: {len(missing)} tensors are missing, the first {missing[0]}"
+            )
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every tensor of the safetensors files in `folder`. Raises RecordError, OSError."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise RecordError(f"weights {folder}: no *.safetensors there; give a model's folder")
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a dict)
+                    yield name, opened.get_tensor(name)
+        except Exception as error:  # safetensors' own class is not exported
+            raise RecordError(f"weights {path}: not readable: {error}") from error
+
+
+def _stop_ids(folder: Path, config: Any) -> frozenset[int]:
+    """Return the model's own end tokens: config.json's, and generation_config.json's."""
+    found = [getattr(config, "eos_token_id", None)]
+    path = folder / "generation_config.json"
+    if path.is_file():
+        found.append(json.loads(path.read_text()).get("eos_token_id"))
+    flat = [item for value in found for item in (value if isinstance(value, list) else [value])]
+    return frozenset(int(item) for item in flat if item is not None)

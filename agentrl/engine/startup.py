@@ -1,0 +1,96 @@
+"""From a command line to an engine that answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+
+from agentrl.config import EngineConfig
+from agentrl.engine.command import StartOptions, engine_command
+from agentrl.engine.process import EngineProcess, tail
+from agentrl.errors import LaunchError, WaitTimeout
+from agentrl.weights.version import Announced
+
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """Where the answer will come from: a file that names the port, or a known port."""
+
+    file: Path | None = None
+    url: str | None = None
+
+
+async def launch(
+    config: EngineConfig, index: int, model: Path, announced: Announced | None, log: Path
+) -> tuple[EngineProcess, Ready]:
+    """Start engine `index` with the announced weights, or with the starting model."""
+    is_embedded = config.kind == "embedded"
+    ready_file = log.parent / f"engine-{index}.ready.json" if is_embedded else None
+    port = 0 if is_embedded else _free_port()
+    if ready_file is not None:
+        ready_file.unlink(missing_ok=True)
+    options = StartOptions(
+        index=index,
+        weights=(model if announced is None else announced.folder).absolute(),
+        tokenizer=model.absolute(),
+        version=0 if announced is None else announced.version,
+        port=port,
+        ready_file=None if ready_file is None else ready_file.absolute(),
+    )
+    process = await EngineProcess.start(engine_command(config, options), log)
+    url = None if is_embedded else f"http://127.0.0.1:{port}"
+    return process, Ready(file=ready_file, url=url)
+
+
+async def wait_until_ready(
+    session: aiohttp.ClientSession, process: EngineProcess, ready: Ready, *, timeout_s: float
+) -> str:
+    """Return the address once the server itself answers that it is healthy.
+
+    Raises LaunchError when the process ended, WaitTimeout after `timeout_s`; both quote the log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        url = ready.url or _read_url(ready.file)
+        if url is not None and await _is_up(session, url):
+            return url
+        if process.exit_code is not None:
+            raise LaunchError(
+                f"the engine ended with {process.exit_code} before it answered; its log "
+                f"{process.log} ends:\n{tail(process.log)}"
+            )
+        if time.monotonic() > deadline:
+            raise WaitTimeout(
+                f"the engine did not answer within engine.start_timeout_s={timeout_s}; its log "
+                f"{process.log} ends:\n{tail(process.log)}"
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def _is_up(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=20)) as answer:
+            return answer.status == 200
+    except (aiohttp.ClientError, TimeoutError):
+        return False
+
+
+def _read_url(file: Path | None) -> str | None:
+    if file is None or not file.is_file():
+        return None
+    return str(json.loads(file.read_bytes())["url"])
+
+
+def _free_port() -> int:
+    """A port that was free just now. SGLang cannot bind 0 and say what it got; when another takes
+    it first, that start fails and the next one asks again."""
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        return int(held.getsockname()[1])
