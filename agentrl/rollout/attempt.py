@@ -87,7 +87,7 @@ class Attempt:
     task: Task
     attempt: int
     name: str = ""
-    """First part of the trajectory's id; empty: the draw."""
+    """First part of the trajectory's id, in evaluation; empty: the draw."""
 
     def trajectory(self, number: int) -> str:
         return f"{self.name or self.draw}/{self.attempt}/{number}"
@@ -276,7 +276,7 @@ def _report(
     shop.events.write(
         TrajectoryEvent(
             trajectory=wanted.trajectory(number),
-            draw=wanted.draw,
+            draw=-1 if wanted.name else wanted.draw,
             task=trajectory.task_id,
             attempt=wanted.attempt,
             cause=trajectory.cause,

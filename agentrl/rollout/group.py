@@ -51,7 +51,7 @@ async def run_group(
         [_kept(shop, draw, task, number, one) for number, one in enumerate(running)],
         min_group=shop.config.rollout.min_group,
     )
-    report_group(shop, group, begin)
+    report_group(shop, group, begin, draw=-1 if name else draw)
     return group
 
 
@@ -68,11 +68,11 @@ def make_group(
     return Group(draw=draw, task_id=task_id, trajectories=tuple(trajectories), dropped=dropped)
 
 
-def report_group(shop: Workshop, group: Group, begin: float) -> None:
+def report_group(shop: Workshop, group: Group, begin: float, *, draw: int) -> None:
     versions = [span.version for one in group.trajectories for span in one.versions]
     shop.events.write(
         GroupEvent(
-            draw=group.draw,
+            draw=draw,
             task=group.task_id,
             rewards=[one.reward for one in group.trajectories],
             versions=[min(versions), max(versions)] if versions else [],
@@ -82,7 +82,7 @@ def report_group(shop: Workshop, group: Group, begin: float) -> None:
     )
     if group.dropped:
         log.warning("group of draw %d is dropped: %s", group.draw, group.dropped)
-        shop.events.write(Drop(what="group", reason=group.dropped, draw=group.draw, end=now()))
+        shop.events.write(Drop(what="group", reason=group.dropped, draw=draw, end=now()))
 
 
 def _kept(

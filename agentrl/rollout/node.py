@@ -27,7 +27,7 @@ async def run_node(
     *,
     node: int,
     attempt: int,
-    run_dir: Path,
+    run_dir: Path | None = None,
     stop: Callable[[], bool],
     events: Writer,
 ) -> int:
@@ -36,6 +36,7 @@ async def run_node(
     Raises TooManyInfraFailures with the table of causes, LaunchError when engines or workers keep
     failing, WaitTimeout when no trainer shows up.
     """
+    run_dir = run_dir or config.run_dir
     attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
     supervisor = EngineSupervisor(
         config.engine, model=Path(config.model.path), logs=attempt_dir / "logs", events=events

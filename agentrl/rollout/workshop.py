@@ -26,12 +26,14 @@ async def open_workshop(
     leases: Path,
     events: Writer,
     temperature: float | None = None,
+    tokenizer: Path | None = None,
 ) -> AsyncIterator[Workshop]:
     """Yield the workshop of one process; its sandboxes are closed at the end.
 
-    urls: the engines to use now. Raises TemplateError, SandboxUnavailable.
+    urls: the engines to use now. tokenizer: folder that has it; None is model.path.
+    Raises TemplateError, SandboxUnavailable.
     """
-    tokens = ChatTokens.load(Path(config.model.path), mode=config.agent.mode)
+    tokens = ChatTokens.load(tokenizer or Path(config.model.path), mode=config.agent.mode)
     prompts = Prompts.load(Path(config.agent.prompts))
     provider = open_provider(
         config.sandbox, run=config.name, leases=leases, concurrency=config.rollout.concurrency
