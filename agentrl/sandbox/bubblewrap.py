@@ -7,6 +7,7 @@ processes (at most memory_mb × processes + disk_mb).
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
 from agentrl.sandbox.base import TESTBED
-from agentrl.sandbox.executor import kernel
+from agentrl.sandbox.confine import kernel
 from agentrl.sandbox.resident import LOADER, Spawn, compile_executor
 
 ENVIRONMENT = {
@@ -57,7 +58,7 @@ class Bubblewrap:
             )
         self.bwrap = found
         self.python, self.system = inside_python()
-        self._probe()
+        probe(found, tuple(self.system))
         self.code = compile_executor(self.host_python)
 
     @property
@@ -103,17 +104,19 @@ class Bubblewrap:
             *(word for folder in (*folders, *scratch) for word in ("--dir", folder)),
         ]
 
-    def _probe(self) -> None:
-        """Raise SandboxUnavailable unless bwrap can make the namespaces here."""
-        argv = [self.bwrap, *self.system, "--", "/usr/bin/env", "true"]
-        done = subprocess.run(
-            argv, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL
+
+@functools.cache
+def probe(bwrap: str, system: tuple[str, ...]) -> None:
+    """Raise SandboxUnavailable unless bwrap can make the namespaces here; asked once a process."""
+    argv = [bwrap, *system, "--", "/usr/bin/env", "true"]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise SandboxUnavailable(
+            f"sandbox.kind=bubblewrap: {done.stderr.strip() or done.returncode}; {_advice()}, "
+            "or ask for sandbox.kind=process, which isolates nothing"
         )
-        if done.returncode:
-            raise SandboxUnavailable(
-                f"sandbox.kind=bubblewrap: {done.stderr.strip() or done.returncode}; {_advice()}, "
-                "or ask for sandbox.kind=process, which isolates nothing"
-            )
 
 
 def inside_python() -> tuple[str, list[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -12,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from agentrl.errors import SandboxLost, SandboxStartError
+from agentrl.errors import SandboxLost, SandboxStartError, SandboxUnavailable
 from agentrl.sandbox.base import TESTBED, ExecResult
-from agentrl.sandbox.executor import pack, unpack
+from agentrl.sandbox.frames import pack, unpack
 
 log = logging.getLogger(__name__)
 MARGIN_S = 15.0
@@ -22,8 +23,9 @@ MARGIN_S = 15.0
 FILE_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 30
+PARTS = ("frames", "confine", "executor")
 LOADER = """\
-import os, marshal
+import os, marshal, sys
 def take(size):
     data = b""
     while len(data) < size:
@@ -32,9 +34,12 @@ def take(size):
             os._exit(0)
         data += piece
     return data
-exec(marshal.loads(take(int.from_bytes(take(4), "big"))), {"__name__": "__main__"})
+for name, code in marshal.loads(take(int.from_bytes(take(4), "big"))):
+    module = sys.modules["agentrl.sandbox." + name] = type(sys)(name)
+    exec(code, module.__dict__)
+module.main(sys.argv[1:])
 """
-"""Runs the executor, compiled once by the same Python, from the socket: no file, no compiling."""
+"""Runs the executor, compiled once by the same Python, from its stdin: no file, no compiling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,17 +52,20 @@ class Spawn:
     """What relative paths, and paths in TESTBED, mean to the executor."""
 
 
+@functools.cache
 def compile_executor(python: str) -> bytes:
-    """Return the executor's code for LOADER, compiled by `python`, with its length in front."""
-    source = Path(__file__).with_name("executor.py")
+    """Return the executor's parts for LOADER, compiled by `python`, with their length in front."""
     program = (
-        "import marshal, sys; path = sys.argv[1]; "
-        "code = compile(open(path).read(), 'executor.py', 'exec', optimize=2); "
+        "import marshal, sys\n"
+        "code = [(p, compile(open(f'{sys.argv[1]}/{p}.py').read(), p, 'exec', optimize=2))"
+        " for p in sys.argv[2:]]\n"
         "sys.stdout.buffer.write(marshal.dumps(code))"
     )
-    argv = [python, "-I", "-S", "-c", program, str(source)]
-    code = subprocess.run(argv, check=True, capture_output=True, stdin=subprocess.DEVNULL).stdout
-    return len(code).to_bytes(4, "big") + code
+    argv = [python, "-I", "-S", "-c", program, str(Path(__file__).parent), *PARTS]
+    done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise SandboxUnavailable(f"{python} cannot compile the executor: {done.stderr.decode()}")
+    return len(done.stdout).to_bytes(4, "big") + done.stdout
 
 
 class ResidentSandbox:

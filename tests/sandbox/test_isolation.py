@@ -1,0 +1,157 @@
+"""What commands in a bubblewrap sandbox cannot see, reach, change or use up."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl.sandbox.base import Sandbox, SandboxProvider
+
+BOMB = ":(){ :|:& };:"
+PROJECT = Path(__file__).parents[2]
+
+
+def test_the_hosts_folders_cannot_be_read(bubble: Any) -> None:
+    for folder in (str(Path.home()), str(PROJECT), "/root", "/home", "/var", "/etc/shadow"):
+        done = bubble.sh(f"ls -A {folder!r} | grep -v '^agent$'")
+        assert done.output == "" or "No such file" in done.output, (folder, done.output)
+    assert bubble.sh("ls /").output.split() == bubble.sh("ls -d /*").output.replace("/", "").split()
+
+
+def test_the_project_is_not_importable(bubble: Any) -> None:
+    assert "ModuleNotFoundError" in bubble.sh("python -c 'import agentrl'").output
+
+
+def test_the_network_is_unreachable(bubble: Any) -> None:
+    program = "import socket; socket.create_connection(('1.1.1.1', 80), 2)"
+    done = bubble.sh(f'python -c "{program}"')
+    assert "Network is unreachable" in done.output
+    assert bubble.sh("tail -n +3 /proc/net/dev | cut -d: -f1").output.split() == ["lo"]
+
+
+def test_the_hosts_servers_on_loopback_are_unreachable(bubble: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        program = (
+            f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
+        )
+        done = bubble.sh(f'python -c "{program}"')
+    assert "Connection refused" in done.output or "unreachable" in done.output
+
+
+@pytest.mark.parametrize("path", ["/", "/usr", "/etc", "/opt", "/dev", "/home", "/proc/sys/kernel"])
+def test_the_system_is_read_only(bubble: Any, path: str) -> None:
+    done = bubble.sh(f"touch {path}/new")
+    assert done.exit_code == 1
+    assert "Read-only file system" in done.output or "cannot touch" in done.output
+
+
+def test_devices_of_the_host_cannot_be_changed(bubble: Any) -> None:
+    before = os.stat("/dev/null").st_mode
+    done = bubble.sh("chmod 600 /dev/null; chown 1 /dev/zero; rm /dev/null; echo $?")
+    assert done.output.count("Read-only file system") == 3, done.output
+    assert os.stat("/dev/null").st_mode == before
+
+
+def test_the_private_folders_are_writable(bubble: Any) -> None:
+    done = bubble.sh("touch /tmp/a ~/b /dev/shm/c /testbed/d && echo $HOME && echo > /dev/null")
+    assert done.output == "/home/agent\n"
+
+
+def test_privileges_are_gone(bubble: Any) -> None:
+    done = bubble.sh("grep -E '^(Cap|NoNewPrivs)' /proc/self/status")
+    found = dict(line.split(":\t") for line in done.output.splitlines())
+    assert found.pop("NoNewPrivs") == "1"
+    assert {int(value, 16) for value in found.values()} == {0}
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "mount -t tmpfs none /tmp",
+        "mount -o remount,rw /",
+        "umount /proc/sys",
+        "unshare -Ur true",
+        "unshare -n true",
+        "chroot / true",
+        "hostname other",
+        "kill -9 1; test ! -d /proc/1",
+        "echo > /proc/1/fd/1",
+        "cat /proc/1/environ",
+        "head -c 1 /proc/1/mem",
+        "echo 9999999 > /proc/sys/kernel/pid_max",
+        "ls /.scratch",
+        "ls /.image",
+    ],
+)
+def test_commands_cannot_undo_the_sandbox(bubble: Any, attempt: str) -> None:
+    async def body(sandbox: Sandbox) -> Any:
+        done = await sandbox.exec(attempt, timeout_s=5)
+        return done, await sandbox.exec("echo alive", timeout_s=5)
+
+    done, after = bubble.run(body)
+    assert done.exit_code != 0, done.output
+    assert after.output == "alive\n"
+
+
+def test_signals_do_not_end_the_executor(bubble: Any) -> None:
+    async def body(sandbox: Sandbox) -> str:
+        await sandbox.exec("for s in $(seq 1 64); do kill -$s 1; done 2>/dev/null", timeout_s=5)
+        return (await sandbox.exec("echo alive", timeout_s=5)).output
+
+    assert bubble.run(body) == "alive\n"
+
+
+def test_two_sandboxes_do_not_see_each_other(bubble: Any) -> None:
+    async def body(provider: SandboxProvider) -> Any:
+        one, two = await asyncio.gather(
+            provider.start(bubble.image, owner="0/0/0"), provider.start(bubble.image, owner="0/1/0")
+        )
+        await one.exec(
+            "echo mine | tee /tmp/x ~/x /testbed/x /dev/shm/x; sleep 95432 &", timeout_s=5
+        )
+        return await two.exec("ls /tmp/x ~/x /testbed/x /dev/shm/x; pgrep -fc 95[4]32", timeout_s=5)
+
+    done = bubble.provider(body)
+    assert done.output.count("No such file") == 4
+    assert done.output.endswith("0\n")
+
+
+def test_a_fork_bomb_is_contained_and_the_sandbox_usable(bubble: Any) -> None:
+    async def body(sandbox: Any) -> Any:
+        bomb = asyncio.ensure_future(sandbox.exec(BOMB + " sleep 2", timeout_s=1.5))
+        peak = 0
+        while not bomb.done():
+            peak = max(peak, len(psutil.Process(sandbox.pid).children(recursive=True)))
+            await asyncio.sleep(0.05)
+        await sandbox.stop_processes()
+        return peak, await sandbox.exec("echo alive; ps ax | wc -l", timeout_s=5)
+
+    peak, after = bubble.set(processes=32).run(body)
+    assert peak < 500
+    assert after.output == "alive\n5\n"
+
+
+def test_too_many_processes_end_the_command_and_say_so(bubble: Any) -> None:
+    done = bubble.set(processes=20).sh("for i in $(seq 60); do sleep 30 & done; sleep 30")
+    assert not done.timed_out
+    assert "more than 20 processes" in done.output or "fork" in done.output
+
+
+def test_bytes_written_in_all_are_bounded(bubble: Any) -> None:
+    loop = "for f in /tmp/a ~/b /testbed/c /dev/shm/d; do head -c 10000000 /dev/zero > $f; done"
+    done = bubble.set(disk_mb=16).sh(loop + "; du -cb /tmp ~ /testbed/c /dev/shm | tail -1")
+    assert "No space left on device" in done.output
+    assert int(done.output.split()[-2]) <= 16 << 20
+
+
+def test_git_works_on_the_testbed(bubble: Any) -> None:
+    done = bubble.sh(
+        "git init -q && git add -A && git commit -qm x && git status --short && git log"
+    )
+    assert done.exit_code == 0, done.output
