@@ -27,7 +27,9 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
             "or set model.init=qwen3 and let `prepare` make one"
         )
     from transformers import AutoModelForCausalLM  # seconds of import: only who trains pays
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
     )

@@ -1,0 +1,227 @@
+"""Supervised fine-tuning on traces: teaches the form of an attempt before RL searches."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from agentrl.config import RunConfig
+from agentrl.errors import CheckpointError, DivergedError
+from agentrl.events import NoEvents, Writer
+from agentrl.handoff.publish import publish_json
+from agentrl.training import checkpoint, rng
+from agentrl.training.checkpoint import Checkpoint
+from agentrl.training.model_folder import load_model, named_weights, write_model_folder
+from agentrl.training.muon import Muon
+from agentrl.training.torch_backend import BackendState
+from agentrl.training.traces import Trace, TraceBatch, deal, read_traces, stack
+
+log = logging.getLogger(__name__)
+DONE, SAVED = 0, 75
+Progress = Callable[[int, int, float], None]
+"""Told (step, steps, loss on the assistant's tokens) after each step."""
+
+
+def run_sft(
+    config: RunConfig,
+    traces: Path,
+    out: Path,
+    *,
+    stop: Callable[[], bool] = lambda: False,
+    events: Writer | None = None,
+    progress: Progress = lambda step, steps, loss: None,
+) -> int:
+    """Fine-tune the model at `model.path` on `traces`, and put the result at `out`.
+
+    Returns 0 when done, 75 when `stop` asked for the end: the same call then goes on where it was.
+    A summary with the loss curve is written beside `out`, as OUT.sft.json.
+    Raises RecordError (traces), DivergedError, PublishError.
+    """
+    rng.seed_all(config.seed)
+    data = read_traces(traces)
+    learner = _Learner(config, load_model(Path(config.model.path)).train(), data)
+    saved = _Saves(config, out, data, events or NoEvents())
+    saved.load_into(learner)
+    started = time.monotonic()
+    while learner.step < learner.steps:
+        if stop():
+            saved.save(learner)
+            return SAVED
+        loss = learner.take_step()
+        progress(learner.step, learner.steps, loss)
+        if learner.step % config.sft.checkpoint_every == 0 and learner.step < learner.steps:
+            saved.save(learner)
+    write_model_folder(out, named_weights(learner.model), Path(config.model.path))
+    summary = {"seconds": time.monotonic() - started, **learner.summary()}
+    publish_json(out.with_name(f"{out.name}.sft.json"), summary)
+    saved.remove()
+    return DONE
+
+
+@dataclass
+class _Learner:
+    config: RunConfig
+    model: nn.Module
+    traces: list[Trace]
+    step: int = 0
+    tokens: int = 0
+    losses: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        sft = self.config.sft
+        torch.set_num_threads(sft.threads)
+        per_epoch = math.ceil(len(self.traces) / sft.batch)
+        self.steps = per_epoch * sft.epochs
+        self.warmup = max(1, min(20, self.steps // 20))
+        inner, outer = _split(self.model, has_muon=sft.muon_lr > 0)
+        self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
+            (torch.optim.Adam(outer, lr=sft.lr, betas=(0.9, 0.95), fused=True), sft.lr)
+        ]
+        if inner:
+            self.optimizers.append((Muon(inner, lr=sft.muon_lr), sft.muon_lr))
+        self._batches = self._stream()
+
+    def take_step(self) -> float:
+        """Take one step; return the mean loss on the assistant's tokens, nats."""
+        batch = stack(
+            [self.traces[index] for index in next(self._batches)], self.config.sft.context_weight
+        )
+        losses = token_losses(self.model, batch)
+        loss = (losses * batch.weights).sum() / batch.weights.sum()
+        if not torch.isfinite(loss):
+            raise DivergedError(
+                f"SFT step {self.step + 1}: loss {float(loss)}; lower sft.lr and sft.muon_lr"
+            )
+        self.model.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer, peak in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = peak * self._schedule()
+            optimizer.step()
+        self.step += 1
+        self.tokens += batch.real_tokens
+        written = batch.weights == 1.0
+        self.losses.append(float(losses.detach()[written].mean()) if written.any() else 0.0)
+        return self.losses[-1]
+
+    def summary(self) -> dict[str, object]:
+        every = max(1, len(self.losses) // 200)
+        return {"steps": self.steps, "tokens": self.tokens, "losses": self.losses[::every]}
+
+    def state(self) -> BackendState:
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        return BackendState(
+            model=dict(named_weights(self.model)),
+            optimizer={
+                f"{key}/{names[id(parameter)]}": value
+                for optimizer, _ in self.optimizers
+                for parameter, entry in optimizer.state.items()
+                for key, value in entry.items()
+            },
+            updates=self.step,
+        )
+
+    @torch.no_grad()
+    def restore(self, state: BackendState) -> None:
+        parameters = dict(self.model.named_parameters())
+        for name, parameter in parameters.items():
+            parameter.copy_(state.model[name])
+        owners = {
+            id(parameter): optimizer
+            for optimizer, _ in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        for key, value in state.optimizer.items():
+            kind, _, name = key.partition("/")
+            parameter = parameters[name]
+            owners[id(parameter)].state[parameter][kind] = value.clone()
+        self.step = state.updates
+        for _ in range(self.step):
+            next(self._batches)
+
+    def _schedule(self) -> float:
+        """Return the share of the peak rate: a short rise, then a line down to 0."""
+        rise = (self.step + 1) / self.warmup
+        return min(rise, (self.steps - self.step) / max(1, self.steps - self.warmup), 1.0)
+
+    def _stream(self) -> Iterator[list[int]]:
+        sft = self.config.sft
+        for epoch in range(sft.epochs):
+            yield from deal(self.traces, sft.batch, self.config.seed, epoch)
+
+
+def token_losses(model: nn.Module, batch: TraceBatch) -> Tensor:
+    """Return the cross-entropy of each weighted token, nats, [N]; other positions skip the head."""
+    hidden = model.get_submodule("model")(input_ids=batch.tokens, use_cache=False).last_hidden_state
+    logits = model.get_submodule("lm_head")(hidden.reshape(-1, hidden.shape[-1])[batch.source])
+    return F.cross_entropy(logits.float(), batch.targets, reduction="none")
+
+
+class _Saves:
+    """Checkpoints beside `out`; those of another config or of other traces are not taken up."""
+
+    def __init__(self, config: RunConfig, out: Path, traces: list[Trace], events: Writer) -> None:
+        self.folder = out.with_name(f"{out.name}.checkpoints")
+        self.model_folder = Path(config.model.path)
+        self.events = events
+        digest = hashlib.sha256(json.dumps([asdict(config.sft), config.seed]).encode())
+        for trace in traces:
+            digest.update(trace.tokens.tobytes() + trace.loss_mask.tobytes())
+        for path in sorted(self.model_folder.glob("*.safetensors")):
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        self.identity = digest.hexdigest()
+
+    def load_into(self, learner: _Learner) -> None:
+        try:
+            found = checkpoint.load_latest(self.folder, self.events)
+        except CheckpointError as error:
+            log.warning("%s; starting over", error)
+            found = None
+        if found is not None and found.config_hash == self.identity:
+            learner.restore(found.backend)
+        else:
+            self.remove()
+
+    def save(self, learner: _Learner) -> None:
+        state = Checkpoint(
+            step=learner.step,
+            version=learner.step,
+            backend=learner.state(),
+            config_hash=self.identity,
+        )
+        checkpoint.save(
+            self.folder,
+            state,
+            attempt=0,
+            keep=1,
+            model_folder=self.model_folder,
+            events=self.events,
+        )
+
+    def remove(self) -> None:
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+
+def _split(model: nn.Module, *, has_muon: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return (matrices for Muon, the rest for Adam): embeddings and head are the rest."""
+    inner: list[nn.Parameter] = []
+    outer: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
+        (inner if is_matrix and has_muon else outer).append(parameter)
+    return inner, outer
