@@ -16,7 +16,7 @@ ADVICE = (
     "turns as they were (TRL's *_training ones do), or the other agent.mode"
 )
 OPENING: list[Message] = [
-    {"role": "system", "content": "You repair code."},
+    {"role": "system", "content": "You repair code.\n"},
     {"role": "user", "content": "Issue: f(2) gives 3.\n\n  Fix it."},
 ]
 Turn = tuple[Message, list[Message]]
@@ -100,7 +100,10 @@ def _play(tokens: ChatTokens, name: str, turns: list[Turn]) -> None:
         where = f"conversation {name!r}, turn {number}"
         ids += _sampled(tokens, [*seen, reply], tokens.decode(ids), where)
         ends = ids.count(tokens.end_of_turn)
-        delta = tokens.observation(observations)
+        try:
+            delta = tokens.observation(observations)
+        except TemplateError as error:
+            raise TemplateError(f"{where}: {error}") from error
         seen += [reply, *observations]
         _compare(tokens, ids + delta, seen, where)
         ids += delta

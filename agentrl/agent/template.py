@@ -12,6 +12,7 @@ from agentrl.errors import TemplateError
 
 Message = dict[str, Any]
 SENTINEL = "⟦content⟧"
+SPACE = " \n "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,13 +20,16 @@ class Frame:
     """The literal pieces around some contents, one more than there are contents."""
 
     pieces: tuple[str, ...]
-    is_trimmed: bool
-    """The template strips white space from both ends of a content."""
+    is_trimmed: tuple[bool, ...]
+    """For each content: the template strips white space from both its ends."""
 
     def contents(self, messages: Sequence[Message]) -> list[str]:
         """Return the contents of `messages` as the template writes them."""
-        found = (str(msg["content"]) for msg in messages)
-        return [text.strip() for text in found] if self.is_trimmed else list(found)
+        found = [str(msg["content"]) for msg in messages]
+        if not any(self.is_trimmed):
+            return found
+        pairs = zip(found, self.is_trimmed, strict=True)
+        return [text.strip() if trims else text for text, trims in pairs]
 
 
 class Renderer(Protocol):
@@ -135,23 +139,16 @@ def _message(role: str, content: str) -> Message:
 
 def _frame(roles: Sequence[str], where: str, text_of: Callable[[list[Message]], str]) -> Frame:
     """Split the text around sentinels; their spaces show whether the template trims."""
-    for space in (" \n ", ""):
-        contents = [f"{space}{SENTINEL}{number};{space}" for number in range(len(roles))]
-        text = text_of([_message(*pair) for pair in zip(roles, contents, strict=True)])
-        pieces = _split(text, contents)
-        if pieces:
-            return Frame(pieces=pieces, is_trimmed=not space)
-    raise TemplateError(
-        f"{where}: the chat template changes or leaves out a message's content; "
-        f"it made {text!r} of {contents!r}; take one that writes contents as they are"
-    )
-
-
-def _split(text: str, contents: Sequence[str]) -> tuple[str, ...]:
-    pieces = []
+    contents = [f"{SPACE}{SENTINEL}{number};{SPACE}" for number in range(len(roles))]
+    text = whole = text_of([_message(*pair) for pair in zip(roles, contents, strict=True)])
+    pieces, is_trimmed = [], []
     for content in contents:
-        before, found, text = text.partition(content)
+        is_trimmed.append(content not in text)
+        before, found, text = text.partition(content.strip() if is_trimmed[-1] else content)
         if not found:
-            return ()
+            raise TemplateError(
+                f"{where}: the chat template changes or leaves out a message's content; it made "
+                f"{whole!r} of {contents!r}; take one that writes contents as they are"
+            )
         pieces.append(before)
-    return (*pieces, text)
+    return Frame(pieces=(*pieces, text), is_trimmed=tuple(is_trimmed))
