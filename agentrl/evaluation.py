@@ -18,7 +18,7 @@ import numpy as np
 
 from agentrl.config import RunConfig
 from agentrl.engine.supervisor import EngineSupervisor
-from agentrl.errors import ConfigError, Interrupted, LaunchError
+from agentrl.errors import ConfigError, Interrupted
 from agentrl.estimators import cluster_mean, pass_at_k
 from agentrl.estimators import paired_difference as paired_difference
 from agentrl.events import Writer, now
@@ -168,7 +168,7 @@ async def _attempt_all(
                 if stop():
                     raise Interrupted(f"evaluation into {out}: stopped; run it again to go on")
                 if supervisor.failed:
-                    raise LaunchError(f"the engines used up their restarts; read {out / 'logs'}")
+                    raise supervisor.failed
 
             await run_groups(shop, tasks, todo, out / "spool", check=check, progress=progress)
     finally:

@@ -39,7 +39,10 @@ async def run_node(
     run_dir = run_dir or config.run_dir
     attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
     supervisor = EngineSupervisor(
-        config.engine, model=Path(config.model.path), logs=attempt_dir / "logs", events=events
+        config.engine,
+        model=Path(config.model.path),
+        logs=attempt_dir / "logs" / f"node-{node}",
+        events=events,
     )
     view = TrainerView(run_dir / "weights", attempt=attempt)
     ending = asyncio.Event()
@@ -107,7 +110,7 @@ async def _follow(
             await supervisor.update(newest)
             current = newest
         if supervisor.failed:
-            raise LaunchError(f"node {node}: its engines used up their restarts; read their logs")
+            raise supervisor.failed
         state = (supervisor.urls(), current.version if current else -1)
         if config.rollout.workers > 1 and state != told:
             file.publish(*state)
