@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+Edit = tuple[int, str, str]
+"""Line of the file, old text, new text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +25,14 @@ class Task:
     """Runs the tests from the repository's root and prints `ID PASSED` or `ID FAILED` lines."""
     test_files: tuple[str, ...] = ()
     """Paths, relative to the root, that are restored before grading."""
+    cluster: str = ""
+    """Tasks of one cluster share a (function, site, replacement): the unit of the bootstrap."""
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Path → text of the buggy repository, where the image is made from the row."""
+    fix: Edit | None = None
+    """The right edit, where one line is all: what the scripted expert knows."""
+    rivals: tuple[Edit, ...] = ()
+    """Wrong edits of the same family, for the expert's failing tries."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

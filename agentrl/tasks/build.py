@@ -1,0 +1,75 @@
+"""Makes the rows of a split: draws plans, has them run in probe processes, keeps those that prove."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import msgspec
+
+from agentrl.errors import TaskError
+from agentrl.tasks.probe import Draft, Proved
+from agentrl.tasks.repair import Plan, Row, finish, plan
+from agentrl.tasks.splits import Partition, wanted
+
+PROBES = 2
+_AHEAD = 16
+"""Drafts sent before their answers are read: well under a pipe's 64 KiB, so that nobody blocks."""
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Proved | None)
+
+
+class Probe:
+    """One process that runs drafts; a context manager."""
+
+    def __enter__(self) -> Probe:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "agentrl.tasks.probe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        self._process.communicate()
+
+    def send(self, draft: Draft) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(_encoder.encode(draft) + b"\n")
+        self._process.stdin.flush()
+
+    def receive(self) -> Proved | None:
+        """Return the next answer. Raises TaskError when the process died."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise TaskError(f"probe process ended with {self._process.wait()} before it answered")
+        return _decoder.decode(line)
+
+
+def build(part: Partition, split: str, functions: int, seed: int) -> Iterator[Row]:
+    """Yield proved rows of `split` without end, the same ones for the same seed."""
+    rng = random.Random(f"{split} {seed}")
+    drawn = filter(None, (plan(want, rng) for want in wanted(part, split, functions, rng)))
+    seen: set[str] = set()
+    with ExitStack() as stack:
+        probes = [stack.enter_context(Probe()) for _ in range(PROBES)]
+        sent: deque[tuple[Plan, Probe]] = deque()
+        for i in range(_AHEAD):
+            _send(next(drawn), probes[i % PROBES], sent)
+        while True:
+            made, probe = sent.popleft()
+            proved = probe.receive()
+            _send(next(drawn), probe, sent)
+            if proved and made.draft.bug not in seen:
+                seen.add(made.draft.bug)
+                yield finish(made, proved, f"repair__{split}")
+
+
+def _send(made: Plan, probe: Probe, sent: deque[tuple[Plan, Probe]]) -> None:
+    probe.send(made.draft)
+    sent.append((made, probe))
