@@ -60,6 +60,8 @@ class Standing:
     version: int = -1
     reward: float | None = None
     trajectories: int = 0
+    graded: int = 0
+    reward_sum: float = 0.0
     causes: Counter[str] = field(default_factory=Counter)
     drops: Counter[str] = field(default_factory=Counter)
     faults: int = 0
@@ -76,6 +78,9 @@ class Standing:
                 self.trajectories += 1
                 self.causes[event.cause] += 1
                 self._ends.append(event.end)
+                if event.reward is not None:
+                    self.graded += 1
+                    self.reward_sum += event.reward
             elif isinstance(event, events.EngineFault):
                 self.faults += 1
                 self.last_fault = f"{event.engine}: {event.cause}"
@@ -121,7 +126,8 @@ class Bar:
         self._what, self._total, self._every_s = what, total, every_s
         self._is_live = sys.stdout.isatty()
         self._said_at = 0.0
-        self._done = -1
+        self._done = self._newest = -1
+        self._text = ""
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -145,17 +151,26 @@ class Bar:
         trace: TracebackType | None,
     ) -> None:
         self._progress.stop()
+        if not self._is_live and self._newest != self._done:
+            self._say_line()
 
     def update(self, done: int, text: str = "", *, total: int | None = None) -> None:
         """Show that `done` of the total are done."""
         self._total = total or self._total
         self._progress.update(self._task, completed=done, total=self._total, text=text)
         due = time.monotonic() - self._said_at > self._every_s
+        self._newest, self._text = done, text
         if not self._is_live and done != self._done and (due or done == self._total):
-            self._said_at = time.monotonic()
-            self._done = done
-            say(f"{self._what} {done}/{self._total} {text}".rstrip())
+            self._say_line()
+
+    def _say_line(self) -> None:
+        self._said_at = time.monotonic()
+        self._done = self._newest
+        say(f"{self._what} {self._done}/{self._total} {self._text}".rstrip())
 
     def say(self, text: str) -> None:
         """Print a line above the bar."""
+        if not self._is_live:
+            say(text)
+            return
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)

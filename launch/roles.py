@@ -33,7 +33,7 @@ def trainer_role(run_dir: str, attempt: int) -> int:
 
         return train(config, attempt=attempt, stop=stop, events=events)
 
-    return _play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", 0, Path(run_dir), attempt, body)
 
 
 def inference_role(run_dir: str, attempt: int, node: int) -> int:
@@ -48,10 +48,11 @@ def inference_role(run_dir: str, attempt: int, node: int) -> int:
             )
         )
 
-    return _play("inference", node, Path(run_dir), attempt, body)
+    return play("inference", node, Path(run_dir), attempt, body)
 
 
-def _play(role: str, node: int, run_dir: Path, attempt: int, body: Body) -> int:
+def play(role: str, node: int, run_dir: Path, attempt: int, body: Body) -> int:
+    """Run `body` as a role: its log, events, stop flag and exit record."""
     started = time.time()
     run = RunDir(run_dir)
     folder = run.attempt(attempt)

@@ -7,26 +7,29 @@ already is kept, so the same command goes on after Ctrl-C (exit code 75).
 from __future__ import annotations
 
 import functools
+import json
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from agentrl import config as schema
 from agentrl.config import RunConfig
-from agentrl.errors import LaunchError
+from agentrl.events import EventWriter
 from agentrl.handoff.publish import publish_bytes
+from agentrl.handoff.spool import list_spool
 from launch.command import add_config, guard, parse, parser, say
+from launch.errand import Answer, errand, submit, watch
 from launch.progress import Bar, EventTail, Standing
 from launch.run_dir import settled
 from launch.signals import StopFlag
 from launch.train import check_model, is_model
 from slurm.exit_record import DONE, SAVED
-from slurm.local import HetLocalExecutor, HetLocalJob
 
 MAX_WORKERS = 2
-POLL_S = 0.2
+LOSSES = "losses.jsonl"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,13 +47,14 @@ def main(argv: Sequence[str]) -> int:
     stop = StopFlag().install()
     code = make_traces(config, folder, stop) or fine_tune(config, folder, stop)
     if code == SAVED:
-        say(f"saved; the same command goes on:\n$ agentrl sft {' '.join(argv)}")
+        say(f"saved; the same command goes on:\n$ agentrl sft {shlex.join(argv)}")
+    elif code == DONE:
+        say(f"fine-tuned model: {folder / 'model'}")
     return code
 
 
 def make_traces(config: RunConfig, folder: Path, stop: StopFlag) -> int:
-    """Run the workers that make traces, until all are there; return 0 or 75."""
-    from agentrl.handoff.spool import list_spool
+    """Run the workers that make traces, until all are there; return 0, 75 or a failure's code."""
     from launch.traces import PER_FILE, files_wanted, traces_role
 
     wanted = files_wanted(config.sft.traces)
@@ -58,85 +62,64 @@ def make_traces(config: RunConfig, folder: Path, stop: StopFlag) -> int:
     if there >= wanted:
         return DONE
     workers = min(MAX_WORKERS, os.cpu_count() or 1, wanted - there)
-    role = functools.partial(traces_role, str(folder / "config.yaml"), str(folder), workers)
     tail, standing = EventTail(folder / "events"), Standing()
     tail.read()  # those of an earlier call
-    before = there * PER_FILE
 
-    def progress() -> tuple[int, str]:
+    def update(bar: Bar) -> None:
         standing.add(tail.read())
-        done = min(before + sum(standing.causes.values()), config.sft.traces)
-        return done, f"{standing.trajectories_per_hour():.0f} traces/h"
+        done = there * PER_FILE + standing.trajectories
+        bar.update(min(done, config.sft.traces), f"{standing.trajectories_per_hour():.0f} traces/h")
 
-    job = submit(folder / "job", folder / "logs", {"traces": role}, {"traces": workers}, config)
-    return watch(job, stop, Bar("expert traces", config.sft.traces), progress, config.grace_s)
+    role = functools.partial(traces_role, str(folder / "config.yaml"), str(folder), workers)
+    job = submit(folder, {"traces": role}, nodes={"traces": workers}, grace_s=config.grace_s)
+    bar = Bar("expert traces", config.sft.traces)
+    return watch(job, stop, bar, update, grace_s=config.grace_s)
 
 
 def fine_tune(config: RunConfig, folder: Path, stop: StopFlag) -> int:
-    """Run the fine-tuning in a process of its own; return 0 or 75."""
-    from launch.tuning import read_progress, tuning_role
+    """Run the fine-tuning in a process of its own; return 0, 75 or a failure's code."""
+
+    def update(bar: Bar) -> None:
+        step, steps, loss = read_progress(folder / LOSSES)
+        bar.update(step, f"loss {loss:.3f}" if step else "", total=steps)
 
     role = functools.partial(tuning_role, str(folder / "config.yaml"), str(folder))
-    job = submit(folder / "job", folder / "logs", {"sft": role}, {}, config)
-    bar = Bar("fine-tuning", 1)
-
-    def progress() -> tuple[int, str]:
-        done, total, text = read_progress(folder)
-        bar.update(done, text, total=total)
-        return done, text
-
-    return watch(job, stop, bar, progress, config.grace_s)
+    job = submit(folder, {"sft": role}, nodes={}, grace_s=config.grace_s)
+    return watch(job, stop, Bar("fine-tuning", 1), update, grace_s=config.grace_s)
 
 
-def submit(
-    folder: Path,
-    logs: Path,
-    roles: dict[str, Callable[..., int]],
-    nodes: dict[str, int],
-    config: RunConfig,
-) -> HetLocalJob:
-    executor = HetLocalExecutor(folder, logs=logs)
-    executor.update_parameters(nodes=nodes, grace_s=config.grace_s)
-    return executor.submit(roles)
+def tuning_role(config_path: str, folder: str) -> Answer:
+    """Fine-tune on folder/traces into folder/model, a line a step in folder/losses.jsonl."""
+    from agentrl.training.sft import run_sft
+
+    config = schema.load(config_path)
+    home = Path(folder)
+
+    def body(stop: StopFlag, events: EventWriter) -> int:
+        with (home / LOSSES).open("a", buffering=1) as losses:
+
+            def progress(step: int, steps: int, loss: float) -> None:
+                line = {"step": step, "steps": steps, "loss": loss, "time": time.time()}
+                losses.write(json.dumps(line) + "\n")
+
+            return run_sft(
+                config, home / "traces", home / "model", stop=stop, events=events, progress=progress
+            )
+
+    return errand(home / "events", "sft", 0, body)
 
 
-def watch(
-    job: HetLocalJob,
-    stop: StopFlag,
-    bar: Bar,
-    progress: Callable[[], tuple[int, str]],
-    grace_s: float,
-) -> int:
-    """Show progress until the job's end; hand a request to stop on. Returns 0 or 75.
-
-    Raises LaunchError with the traceback of the role that failed first.
-    """
-    asked_at = 0.0
-    try:
-        with bar:
-            while not job.done():
-                bar.update(*progress())
-                if stop() and not asked_at:
-                    asked_at = time.monotonic()
-                    bar.say(f"asked to stop ({stop.cause}); saving. Ctrl-C again kills")
-                    stop.count = 1
-                    for role in job.roles:
-                        job.signal(role)
-                late = bool(asked_at) and time.monotonic() - asked_at > grace_s
-                if late or any(code not in (0, None) for code in job.ended().values()):
-                    break  # one worker's failure ends them all
-                if stop.count > 1:
-                    break
-                time.sleep(POLL_S)
-            bar.update(*progress())
-    finally:
-        job.cancel()
-    if asked_at:
-        return SAVED
-    for error in job.exceptions().values():
-        raise LaunchError(str(error))
-    codes = [code for by_node in job.results().values() for code in by_node]
-    return max(codes, default=DONE)
+def read_progress(path: Path) -> tuple[int, int, float]:
+    """Return (step, steps, loss) of the last whole line; (0, 1, 0.0) before there is one."""
+    if not path.is_file():
+        return 0, 1, 0.0
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 1000))
+        lines = file.read().rpartition(b"\n")[0].splitlines()
+    if not lines:
+        return 0, 1, 0.0
+    newest = json.loads(lines[-1])
+    return int(newest["step"]), int(newest["steps"]), float(newest["loss"])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -48,6 +47,10 @@ class StopFlag:
                 )
         return bool(self.cause)
 
+    def reset(self) -> None:
+        """Forget a request that has been met."""
+        self.cause, self.count, self._is_told = "", 0, False
+
     def _came(self, number: int, frame: FrameType | None) -> None:
         del frame
         self.cause = self.cause or signal.Signals(number).name.removeprefix("SIG")
@@ -59,6 +62,3 @@ class StopFlag:
             return False
         self._next_look = time.monotonic() + STOP_FILE_POLL_S
         return any(path.name == self._stop_file.name for path in self._stop_file.parent.iterdir())
-
-
-Stop = Callable[[], bool]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,8 +28,15 @@ from slurm.verdict import Asked, Limits, Situation, Verdict, decide
 POLL_S = 0.2
 
 
-def supervise(run: RunDir, argv: Sequence[str], *, began: str) -> int:
-    """Run launch attempts until one ends the run; return the command's exit code."""
+Roles = Mapping[str, Callable[..., int]]
+ROLES: Roles = {"trainer": trainer_role, "inference": inference_role}
+
+
+def supervise(run: RunDir, argv: Sequence[str], *, began: str, roles: Roles = ROLES) -> int:
+    """Run launch attempts until one ends the run; return the command's exit code.
+
+    roles: functions of (run_dir, attempt), and of node where they have that parameter.
+    """
     config = run.config()
     run.stop_file.unlink(missing_ok=True)
     stop = StopFlag(run.stop_file).install()
@@ -37,12 +44,14 @@ def supervise(run: RunDir, argv: Sequence[str], *, began: str) -> int:
     with Bar(run.name, config.training.steps) as bar:
         while True:
             number = begin_attempt(run, argv)
-            launch = Launch(run=run, config=config, number=number, stop=stop, bar=bar)
+            launch = Launch(run=run, config=config, number=number, stop=stop, bar=bar, roles=roles)
             verdict = launch.play(began, is_by_person=is_by_person)
             if verdict.action != "requeue":
                 break
             bar.say(f"launch attempt {number} ended: {verdict.reason}; beginning another")
             began, is_by_person = verdict.reason, False
+            if stop.cause == "USR2":
+                stop.reset()
     _tell(run, number, verdict)
     return verdict.code
 
@@ -64,6 +73,7 @@ class Launch:
     number: int
     stop: StopFlag
     bar: Bar
+    roles: Roles
     records: list[ExitRecord] = field(default_factory=list)
     restarts: int = 0
     started: float = field(default_factory=time.time)
@@ -120,10 +130,7 @@ class Launch:
         )
         arguments = (str(self.run.path), self.number)
         return executor.submit(
-            {
-                "trainer": functools.partial(trainer_role, *arguments),
-                "inference": functools.partial(inference_role, *arguments),
-            }
+            {name: functools.partial(role, *arguments) for name, role in self.roles.items()}
         )
 
     def _watch(self, job: HetLocalJob, step_begin: int, is_by_person: bool) -> Verdict:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 from agentrl.tasks.expert import ExpertEngine
-from agentrl.tasks.load import load_split
 
 from agentrl.config import RunConfig, load
 from agentrl.events import EventWriter
@@ -21,7 +19,9 @@ from agentrl.handoff.trajectory import Group, Trajectory
 from agentrl.rollout.attempt import Attempt, Workshop, run_attempt
 from agentrl.rollout.draws import task_of
 from agentrl.rollout.workshop import open_workshop
+from agentrl.tasks.load import load_split
 from agentrl.tasks.task import Task
+from launch.errand import Answer, errand
 from launch.signals import StopFlag
 from slurm.exit_record import DONE, SAVED
 
@@ -29,26 +29,23 @@ PER_FILE = 50
 """Traces in one spool file; what an interruption can lose in each worker."""
 CONCURRENCY = 12
 """Traces in flight in one worker: its time is the sandboxes' time."""
-SPLIT = "train"
+SPLITS = {"repair": "sft", "swesmith": "train"}
+"""Where the tasks for traces come from; the generator keeps some for it."""
 
 
-def traces_role(config_path: str, folder: str, workers: int, node: int) -> int:
-    """Make this worker's share of sft.traces below `folder`; return 0, or 75 when asked to stop."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    events = EventWriter(Path(folder) / "events", "sft", node=str(node))
-    stop = StopFlag(events=events).install()
-    try:
+def traces_role(config_path: str, folder: str, workers: int, node: int) -> Answer:
+    """Make this worker's share of sft.traces below `folder`; code 0, or 75 when asked to stop."""
+
+    def body(stop: StopFlag, events: EventWriter) -> int:
         return asyncio.run(_make(load(config_path), Path(folder), workers, node, stop, events))
-    finally:
-        events.close()
+
+    return errand(Path(folder) / "events", "sft", node, body)
 
 
 async def _make(
     config: RunConfig, folder: Path, workers: int, node: int, stop: StopFlag, events: EventWriter
 ) -> int:
-    tasks = load_split(config.tasks, SPLIT)
+    tasks = load_split(config.tasks, SPLITS[config.tasks.source])
     writer = SpoolWriter(folder / "traces", node)
     there = list_spool(folder / "traces")
     leases = config.run_dir / "leases"

@@ -214,6 +214,11 @@ class HetLocalJob(core.Job[Any]):
         """Wait, and return the first error in the order of the roles, or None."""
         return next(iter(self.exceptions().values()), None)
 
+    def answer(self, role: str, node: int = 0) -> dict[str, Any]:
+        """Return one task's result without waiting, if it is a dict; else an empty one."""
+        outcome, value = self._outcome(role, node)
+        return value if outcome == "success" and isinstance(value, dict) else {}
+
     def log_path(self, role: str, node: int = 0, stream: str = "out") -> Path:
         if self._logs is not None:
             return self._logs / f"{role}-{node}.{stream}"

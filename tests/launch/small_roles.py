@@ -1,0 +1,124 @@
+"""Roles without a model: they end in every way a real one can."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, TooManyInfraFailures
+from agentrl.events import EventWriter, Step, now
+from launch.roles import play
+from launch.signals import StopFlag
+
+
+def checkpoint(config: RunConfig, step: int) -> None:
+    (config.run_dir / "checkpoints" / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
+
+
+def wait_for(stop: StopFlag, limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not stop():
+        if time.monotonic() > deadline:
+            raise TimeoutError("nobody asked to stop")
+        time.sleep(0.02)
+
+
+def finishes(run_dir: str, attempt: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        checkpoint(config, 5)
+        events.write(
+            Step(
+                step=5,
+                version=5,
+                wait_s=1,
+                logprob_s=0,
+                update_s=1,
+                publish_s=0,
+                metrics={"reward": 0.5},
+                start=now() - 2,
+                end=now(),
+            )
+        )
+        return 0
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def saves_when_asked(run_dir: str, attempt: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        (config.run_dir / f"trainer-is-up-{attempt}").write_text(str(os.getpid()))
+        wait_for(stop)
+        checkpoint(config, 3)
+        return 75
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def is_killed_once(run_dir: str, attempt: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        if not (config.run_dir / "checkpoints").is_dir():
+            checkpoint(config, 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def is_always_killed(run_dir: str, attempt: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return 0
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def crashes(run_dir: str, attempt: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        raise ZeroDivisionError("a bug")
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def is_misconfigured(run_dir: str, attempt: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        raise ConfigError("model.path=x: no such folder")
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def hangs(run_dir: str, attempt: int) -> int:
+    """Ignore every request to stop."""
+
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        (config.run_dir / f"trainer-is-up-{attempt}").write_text(str(os.getpid()))
+        time.sleep(600)
+        return 0
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def serves(run_dir: str, attempt: int, node: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        wait_for(stop)
+        return 0
+
+    return play("inference", node, Path(run_dir), attempt, body)
+
+
+def has_too_many_failures(run_dir: str, attempt: int, node: int) -> int:
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        raise TooManyInfraFailures("sandbox_start 36 of 40")
+
+    return play("inference", node, Path(run_dir), attempt, body)
+
+
+def launch(run_dir: str, trainer: str, inference: str = "serves") -> int:
+    """Be the launcher, in a process that a test can signal."""
+    from launch.run_dir import RunDir
+    from launch.supervise import supervise
+
+    roles = {"trainer": globals()[trainer], "inference": globals()[inference]}
+    return supervise(RunDir.open(run_dir), ["test"], began="started", roles=roles)

@@ -1,0 +1,220 @@
+"""The command line: usage, refusals, help that is quick."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from agentrl import config as schema
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, Interrupted, LaunchError, WaitTimeout
+from agentrl.events import NoEvents
+from launch import cli, demo, resume, status, train
+from launch.command import guard
+from launch.progress import Bar, EventTail, Standing
+from launch.run_dir import RunDir, create, settled
+from launch.signals import StopFlag
+
+
+def small(folder: Path, **keys: object) -> RunConfig:
+    return settled(RunConfig(name="r", runs_dir=str(folder), **keys))  # type: ignore[arg-type]
+
+
+def agentrl(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "launch.cli", *argv],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        check=False,
+    )
+
+
+def test_help_names_every_command_and_is_quick() -> None:
+    took = []
+    for _ in range(3):
+        begin = time.perf_counter()
+        done = agentrl("--help")
+        took.append(time.perf_counter() - begin)
+    assert done.returncode == 0
+    assert all(name in done.stdout for name in cli.COMMANDS)
+    assert min(took) < 0.3
+
+
+def test_every_command_is_a_module_with_a_main() -> None:
+    assert all(callable(importlib.import_module(f"launch.{name}").main) for name in cli.COMMANDS)
+
+
+def test_an_unknown_command_names_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["trian"]) == 2
+    assert "did you mean train" in capsys.readouterr().err
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["train", "no.yaml"], "config no.yaml: no such file"),
+        (["train"], "required: CONFIG"),
+        (["resume", "no-run"], "no config.yaml in it"),
+        (["status"], "no run in"),
+    ],
+)
+def test_wrong_usage_exits_2_with_one_message_and_no_traceback(
+    tmp_path: Path, argv: list[str], said: str
+) -> None:
+    done = agentrl(*argv, cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("a"), 2),
+        (Interrupted("a"), 75),
+        (LaunchError("a"), 1),
+        (WaitTimeout("a"), 1),
+        (ZeroDivisionError("a"), 1),
+    ],
+)
+def test_errors_become_exit_codes(
+    error: Exception, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: object) -> int:
+        raise error
+
+    assert guard(fail, []) == code
+    assert ("Traceback" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
+
+
+def test_options_and_overrides_come_in_any_order(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("name: r\n")
+    done = agentrl("train", str(path), "--", "training.steps=0x", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "training.steps" in done.stderr
+
+
+def test_a_run_of_the_same_name_with_another_config_is_refused(odd_path: Path) -> None:
+    run = create(small(odd_path), ["agentrl", "train"])
+    assert create(small(odd_path), []) == run
+    with pytest.raises(ConfigError, match=r"seed: 0 → 1.*agentrl resume"):
+        create(small(odd_path, seed=1), [])
+    provenance = json.loads((run.path / "provenance.json").read_bytes())
+    assert provenance["argv"] == ["agentrl", "train"]
+    assert provenance["versions"]["torch"]
+
+
+def test_training_starts_from_the_tuned_model_unless_told_otherwise(tmp_path: Path) -> None:
+    tuned = tmp_path / "r" / "sft" / "model"
+    assert train.starting_config(small(tmp_path), []).model.path.endswith("data/demo/model")
+    tuned.mkdir(parents=True)
+    for name in ("config.json", "tokenizer.json"):
+        (tuned / name).write_text("{}")
+    assert train.starting_config(small(tmp_path), []).model.path == str(tuned)
+    chosen = train.starting_config(small(tmp_path), ["model.path=x"])
+    assert chosen.model.path.endswith("data/demo/model")
+
+
+def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(f"runs_dir: {tmp_path / 'runs'}\nmodel: {{path: {tmp_path / 'none'}}}\n")
+    done = agentrl("train", str(path))
+    assert done.returncode == 2
+    assert "agentrl prepare" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_resume_changes_only_steps_and_timeouts(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    changed = resume.changed(config, ["training.steps=7", "engine.start_timeout_s=9", "grace_s=5"])
+    assert (changed.training.steps, changed.engine.start_timeout_s, changed.grace_s) == (
+        7,
+        9.0,
+        5.0,
+    )
+    with pytest.raises(ConfigError, match=r"training\.lr: a resumed run keeps it"):
+        resume.changed(config, ["training.lr=1"])
+    with pytest.raises(ConfigError, match="do not nest"):
+        resume.changed(config, ["agent.turn_timeout_s=1"])
+
+
+def test_the_stop_file_is_seen_and_told_once(tmp_path: Path) -> None:
+    stop = StopFlag(tmp_path / "STOP", NoEvents())
+    assert not stop()
+    (tmp_path / "STOP").write_bytes(b"")
+    stop._next_look = 0.0
+    assert (stop(), stop(), stop.cause, stop.count) == (True, True, "STOP", 1)
+
+
+def test_a_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
+    tail, standing = EventTail(tmp_path), Standing()
+    path = tmp_path / "inference-0-1.jsonl"
+    line = (
+        b'{"kind":"trajectory","trajectory":"0/0/0","draw":0,"task":"t","attempt":0,'
+        b'"cause":"submitted","end":100.0}\n'
+    )
+    path.write_bytes(line + b"not json\n" + line[:30])
+    standing.add(tail.read())
+    assert standing.trajectories == 1
+    with path.open("ab") as file:
+        file.write(line[30:] + b'{"kind":"drop","what":"group","reason":"stale","count":2}\n')
+    standing.add(tail.read())
+    assert (standing.trajectories, standing.drops) == (2, {"group: stale": 2})
+    assert standing.trajectories_per_hour(at=136.0) == pytest.approx(200)
+
+
+def test_progress_into_a_pipe_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with Bar("fine-tuning", 2) as bar:
+        for done in (1, 1, 2):
+            bar.update(done, "loss 1.0")
+    assert capsys.readouterr().out == "fine-tuning 1/2 loss 1.0\nfine-tuning 2/2 loss 1.0\n"
+
+
+def test_status_of_a_fresh_run_is_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create(small(tmp_path), [])
+    assert status.main([str(run.path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["attempts"], found["steps"]) == ("not begun", 0, 100)
+    assert status.main([str(run.path)]) == 0
+    assert "not begun" in capsys.readouterr().out
+
+
+def test_the_demo_says_each_command_and_skips_what_is_done(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(tmp_path)
+    planned = demo.stages(config, ["c.yaml", "name=r"])
+    assert [stage.command for stage in planned] == [
+        "prepare",
+        "sft",
+        *["evaluate"] * 4,
+        "train",
+        *["evaluate"] * 4,
+        "report",
+    ]
+    product = planned[2].product
+    assert product is not None
+    product.parent.mkdir(parents=True)
+    product.write_text("{}")
+    assert demo.play(planned[2], config.run_dir) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("$ agentrl evaluate c.yaml name=r --out sft-held_out-T1.0 --model")
+    assert "done before" in said
+
+
+def test_a_run_that_is_not_there_names_those_beside_it(tmp_path: Path) -> None:
+    create(small(tmp_path), [])
+    with pytest.raises(ConfigError, match="runs beside it: r"):
+        RunDir.open(tmp_path / "q")
+    assert schema.load(tmp_path / "r" / "config.yaml").runs_dir == str(tmp_path)
