@@ -48,7 +48,7 @@ class Bubblewrap:
 
     name = "bubblewrap"
 
-    def __init__(self, config: SandboxConfig) -> None:
+    def __init__(self, config: SandboxConfig, *, python: str = "/usr/bin/python3") -> None:
         self.config = config
         found = shutil.which("bwrap")
         if found is None:
@@ -57,14 +57,9 @@ class Bubblewrap:
                 "(Debian, Fedora, Arch), or ask for sandbox.kind=process, which isolates nothing"
             )
         self.bwrap = found
-        self.python, self.system = inside_python()
+        self.python, self.system = inside_python(python)
         probe(found, tuple(self.system))
-        self.code = compile_executor(self.host_python)
-
-    @property
-    def host_python(self) -> str:
-        """The path on the host of the Python that runs inside."""
-        return sys.executable if self.python.startswith("/opt/python") else self.python
+        self.code = compile_executor(self.python)
 
     def scratch(self, claim: lease.Lease) -> str:
         """All that a sandbox writes is in its own tmpfs."""
@@ -119,8 +114,11 @@ def probe(bwrap: str, system: tuple[str, ...]) -> None:
         )
 
 
-def inside_python() -> tuple[str, list[str]]:
-    """Return the path inside of the Python that commands get, and bwrap's flags for the system."""
+def inside_python(python: str) -> tuple[str, list[str]]:
+    """Return the path of the Python that commands get, and bwrap's flags for the system.
+
+    It is `python` of the host's system, else the Python that runs this, lent read-only.
+    """
     flags = [
         *("--unshare-all", "--unshare-user", "--as-pid-1", "--die-with-parent", "--new-session"),
         *("--uid", "0", "--gid", "0", "--hostname", "sandbox", "--cap-add", "ALL", "--clearenv"),
@@ -135,12 +133,10 @@ def inside_python() -> tuple[str, list[str]]:
             flags += ["--ro-bind", str(host), str(host)]
     for bit in ("/etc/ld.so.cache", "/etc/alternatives"):
         flags += ["--ro-bind-try", bit, bit]
-    python = "/usr/bin/python3"
     if not os.access(python, os.X_OK):
         python = str(Path(sys.base_prefix, "bin", "python3"))
-        if not Path(sys.base_prefix).is_relative_to("/usr"):
-            flags += ["--ro-bind", sys.base_prefix, "/opt/python"]
-            python = "/opt/python/bin/python3"
+        # at its own path: that is where it looks for its library
+        flags += ["--ro-bind", sys.base_prefix, sys.base_prefix]
         flags += ["--symlink", python, "/opt/bin/python3"]
     return python, [*flags, "--symlink", python, "/opt/bin/python"]
 

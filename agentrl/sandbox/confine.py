@@ -77,6 +77,8 @@ def write(path: str, text: str) -> None:
 
 def build_root(copy: bool, processes: int) -> bytes:
     """Finish the tree that bwrap began, and close it: only the scratch stays writable."""
+    if os.getpid() != 1 or not os.path.isdir("/.scratch/upper"):
+        raise PermissionError("not in a sandbox that bwrap began: refusing to touch any mount")
     os.umask(0o022)
     write("/etc/passwd", "root:x:0:0:root:/home/agent:/bin/bash\n")
     write("/etc/group", "root:x:0:\n")

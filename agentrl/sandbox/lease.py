@@ -14,7 +14,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,7 +98,7 @@ def end(leases: Path, lease: Lease) -> int:
             ended |= set(left)
             _kill(left)
         if lease.scratch and MARK.lower() in Path(lease.scratch).name:
-            shutil.rmtree(lease.scratch, onerror=_force)
+            _remove_tree(Path(lease.scratch))
     remove(leases, lease)
     return len(ended)
 
@@ -166,13 +166,13 @@ def _environment(pid: int) -> list[bytes]:
         return []
 
 
-def _force(remove_one: Callable[[str], None], path: str, _: object) -> None:
-    """Remove what a command left in a folder without write permission; what is gone is fine."""
-    parent = Path(path).parent
-    if parent.exists():
-        parent.chmod(0o700)
-    if Path(path).is_dir() and not Path(path).is_symlink():
-        Path(path).chmod(0o700)
-        shutil.rmtree(path, ignore_errors=True)
-    elif os.path.lexists(path):
-        remove_one(path)
+def _remove_tree(folder: Path) -> None:
+    """Remove a folder in which a command may have taken write permission away."""
+    if not folder.is_dir() or folder.is_symlink():
+        return
+    folder.chmod(0o700)
+    for parent, folders, _ in os.walk(folder):
+        for name in folders:
+            if not os.path.islink(path := os.path.join(parent, name)):
+                os.chmod(path, 0o700)
+    shutil.rmtree(folder)

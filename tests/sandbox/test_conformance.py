@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -250,12 +251,26 @@ def test_an_image_without_a_testbed_is_a_start_error(box: Any, tmp_path: Path) -
     assert list(box.leases.iterdir()) == []
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3, 10, 30])
-def test_a_cancelled_start_leaves_nothing(box: Any, steps: int) -> None:
+async def once(happens: Callable[[], object]) -> None:
+    for _ in range(20_000):
+        if happens():
+            return
+        await asyncio.sleep(0.001)
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("moment", ["at once", "when leased", "when running"])
+def test_a_cancelled_start_leaves_nothing(box: Any, moment: str) -> None:
+    moments: dict[str, Callable[[], object]] = {
+        "at once": lambda: True,
+        "when leased": lambda: list(box.leases.iterdir()),
+        "when running": lambda: psutil.Process().children(),
+    }
+
     async def body(provider: SandboxProvider) -> None:
         start = asyncio.ensure_future(provider.start(box.image, owner="0/0/0"))
-        for _ in range(steps):
-            await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        await once(moments[moment])
         start.cancel()
         with pytest.raises(asyncio.CancelledError):
             await start

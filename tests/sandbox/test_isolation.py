@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from agentrl.sandbox.base import Sandbox, SandboxProvider
 
@@ -44,11 +43,12 @@ def test_the_hosts_servers_on_loopback_are_unreachable(bubble: Any) -> None:
     assert "Connection refused" in done.output or "unreachable" in done.output
 
 
-@pytest.mark.parametrize("path", ["/", "/usr", "/etc", "/opt", "/dev", "/home", "/proc/sys/kernel"])
-def test_the_system_is_read_only(bubble: Any, path: str) -> None:
-    done = bubble.sh(f"touch {path}/new")
-    assert done.exit_code == 1
-    assert "Read-only file system" in done.output or "cannot touch" in done.output
+def test_the_system_is_read_only(bubble: Any) -> None:
+    places = ("/", "/usr", "/etc", "/opt", "/dev", "/home", "/proc/sys/kernel", "/proc/irq")
+    loop = (
+        f"for d in {' '.join(places)}; do touch $d/new 2>/dev/null && echo $d; done; ls -d /*/new"
+    )
+    assert bubble.sh(loop).output == "ls: cannot access '/*/new': No such file or directory\n"
 
 
 def test_devices_of_the_host_cannot_be_changed(bubble: Any) -> None:
@@ -70,33 +70,30 @@ def test_privileges_are_gone(bubble: Any) -> None:
     assert {int(value, 16) for value in found.values()} == {0}
 
 
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        "mount -t tmpfs none /tmp",
-        "mount -o remount,rw /",
-        "umount /proc/sys",
-        "unshare -Ur true",
-        "unshare -n true",
-        "chroot / true",
-        "hostname other",
-        "kill -9 1; test ! -d /proc/1",
-        "echo > /proc/1/fd/1",
-        "cat /proc/1/environ",
-        "head -c 1 /proc/1/mem",
-        "echo 9999999 > /proc/sys/kernel/pid_max",
-        "ls /.scratch",
-        "ls /.image",
-    ],
+ATTEMPTS = (
+    "mount -t tmpfs none /tmp",
+    "mount -o remount,rw /",
+    "umount /proc/sys",
+    "unshare -Ur true",
+    "unshare -n true",
+    "chroot / true",
+    "hostname other",
+    "kill -9 1; test ! -d /proc/1",
+    "echo > /proc/1/fd/1",
+    "cat /proc/1/environ",
+    "head -c 1 /proc/1/mem",
+    "echo 9999999 > /proc/sys/kernel/pid_max",
+    "ls /.scratch",
+    "ls /.image",
 )
-def test_commands_cannot_undo_the_sandbox(bubble: Any, attempt: str) -> None:
-    async def body(sandbox: Sandbox) -> Any:
-        done = await sandbox.exec(attempt, timeout_s=5)
-        return done, await sandbox.exec("echo alive", timeout_s=5)
 
-    done, after = bubble.run(body)
-    assert done.exit_code != 0, done.output
-    assert after.output == "alive\n"
+
+def test_commands_cannot_undo_the_sandbox(bubble: Any) -> None:
+    async def body(sandbox: Sandbox) -> list[str]:
+        done = {attempt: await sandbox.exec(attempt, timeout_s=5) for attempt in ATTEMPTS}
+        return [attempt for attempt, result in done.items() if result.exit_code == 0]
+
+    assert bubble.run(body) == []
 
 
 def test_signals_do_not_end_the_executor(bubble: Any) -> None:
