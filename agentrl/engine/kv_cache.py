@@ -22,27 +22,27 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
     """A `Cache` that writes each row of a batch at positions of its own.
 
     Before every forward, `aim` names the rows and positions; column `context` takes what
-    padding writes. Tensors are [rows, kv_heads, context + 1, head_dim], made at first use.
+    padding writes. Per layer one tensor [rows, 2 · kv_heads, context + 1, head_dim], keys before
+    values, made at first use. With the columns inside the heads, attention reads in order.
     """
 
     def __init__(self, *, rows: int, context: int) -> None:
         super().__init__(layers=[])
         self.rows = rows
         self.context = context
-        self.keys: list[torch.Tensor] = []
-        self.values: list[torch.Tensor] = []
-        self._first = self._count = self._length = 0
-        self._row_index = torch.empty(0, dtype=torch.long)
+        self.pairs: list[torch.Tensor] = []
+        self._rows = slice(0, 0)
+        self._length = 0
         self._positions = torch.empty(0, dtype=torch.long)
+        self._flat: torch.Tensor | None = None
 
     def aim(self, first: int, positions: torch.Tensor, length: int) -> None:
         """Point the next forward at rows [first, first + n).
 
         positions: [n, T], the column that each new key takes; length: columns that are attended.
         """
-        self._first, self._count, self._length = first, positions.shape[0], length
-        self._row_index = torch.arange(self._count)[:, None]
-        self._positions = positions
+        self._rows, self._length = slice(first, first + positions.shape[0]), length
+        self._positions, self._flat = positions, None
 
     def update(
         self,
@@ -53,27 +53,45 @@ class RowCache(Cache):  # type: ignore[misc]  # transformers has no types
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write [n, kv_heads, T, head_dim] in place; return the rows up to `length`."""
-        while len(self.keys) <= layer_idx:
-            self.keys.append(self._make(key_states))
-            self.values.append(self._make(value_states))
-        rows = slice(self._first, self._first + self._count)
-        keys, values = self.keys[layer_idx][rows], self.values[layer_idx][rows]
-        keys[self._row_index, :, self._positions] = key_states.transpose(1, 2)
-        values[self._row_index, :, self._positions] = value_states.transpose(1, 2)
-        return keys[:, :, : self._length], values[:, :, : self._length]
+        fresh = torch.cat((key_states, value_states), dim=1)
+        return self.write(
+            fresh.transpose(1, 2).reshape(-1, fresh.shape[3]), fresh.shape[1], layer_idx
+        )
+
+    def write(
+        self, fresh: torch.Tensor, heads: int, layer: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write [n · T · heads, head_dim], each column's keys before its values.
+
+        heads: 2 · kv_heads. Returns keys and values [n, kv_heads, length, head_dim].
+        """
+        while len(self.pairs) <= layer:
+            self.pairs.append(self._make(heads, fresh))
+        pairs = self.pairs[layer]
+        if self._flat is None:
+            self._flat = self._targets(heads)
+        pairs.view(-1, fresh.shape[1]).index_copy_(0, self._flat, fresh)
+        seen = pairs[self._rows, :, : self._length]
+        return seen[:, : heads // 2], seen[:, heads // 2 :]
 
     def copy_row(self, source: int, target: int, start: int, end: int) -> None:
         """Copy columns [start, end) of one row to another."""
         if start >= end:
             return
-        for tensor in (*self.keys, *self.values):
-            tensor[target, :, start:end] = tensor[source, :, start:end]
+        for pairs in self.pairs:
+            pairs[target, :, start:end] = pairs[source, :, start:end]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self._length
 
-    def _make(self, like: torch.Tensor) -> torch.Tensor:
-        shape = (self.rows, like.shape[1], self.context + 1, like.shape[3])
+    def _targets(self, heads: int) -> torch.Tensor:
+        """Return where each (row, column, head) of `write` goes, in rows of head_dim."""
+        rows = torch.arange(self._rows.start, self._rows.stop)[:, None, None]
+        every = (rows * heads + torch.arange(heads)) * (self.context + 1)
+        return (every + self._positions[:, :, None]).reshape(-1)
+
+    def _make(self, heads: int, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.rows, heads, self.context + 1, like.shape[1])
         return torch.zeros(shape, dtype=like.dtype)  # zeros: pages stay untouched until written
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from agentrl.engine.fused import TOLERANCE, FusedForward
 from agentrl.engine.kv_cache import RowCache
 from agentrl.errors import RecordError
+
+log = logging.getLogger(__name__)
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RowCache], torch.Tensor]
 
 
 class LoadedModel:
@@ -23,7 +28,7 @@ class LoadedModel:
     module's own names. Raises RecordError where either does not hold.
     """
 
-    def __init__(self, folder: Path, *, version: str) -> None:
+    def __init__(self, folder: Path, *, version: str, context: int) -> None:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
@@ -38,11 +43,14 @@ class LoadedModel:
         self.version = version
         self.vocabulary = int(config.vocab_size)
         self.stop_ids = _stop_ids(folder, config)
+        self._fused: FusedForward | None = None
         names = inspect.signature(self.model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in 5.2x
         self._tensors: dict[str, torch.Tensor] = self.model.state_dict()
         self._stored: dict[str, torch.dtype] = {}
         self.load(folder, version=version)
+        with torch.inference_mode():
+            self._fused = self._try_to_fuse(context)
 
     def load(self, folder: Path, *, version: str) -> None:
         """Overwrite the weights from `folder`; nothing changes unless all of it was read.
@@ -54,6 +62,8 @@ class LoadedModel:
         with torch.inference_mode():
             for name, tensor in fresh.items():
                 self._tensors[name].copy_(tensor)
+            if self._fused is not None:
+                self._fused.reload()
         self._stored = {name: tensor.dtype for name, tensor in fresh.items()}
         self.folder, self.version = folder, version
 
@@ -65,6 +75,17 @@ class LoadedModel:
         self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: RowCache
     ) -> torch.Tensor:
         """Return the logits after the last column. [rows, vocabulary]"""
+        run = self._fused or self._plain
+        return run(ids, positions, mask, cache)
+
+    @property
+    def is_fused(self) -> bool:
+        return self._fused is not None
+
+    def _plain(
+        self, ids: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: RowCache
+    ) -> torch.Tensor:
+        """The same by transformers' own forward."""
         arguments: dict[str, Any] = {self._cache_name: cache}
         out = self.model(
             input_ids=ids,
@@ -76,6 +97,34 @@ class LoadedModel:
         )
         logits: torch.Tensor = out.logits[:, -1]
         return logits
+
+    def _try_to_fuse(self, context: int) -> FusedForward | None:
+        """Return the short forward if it gives, here and now, what the plain one gives."""
+        expected = self._probe(self._plain)
+        try:
+            fused = FusedForward(self.model, context=context)
+        except AttributeError as error:
+            log.info("transformers' own forward is used: %s", error)
+            return None
+        self._tensors = self.model.state_dict()  # fusing moved them
+        fused.reload()
+        gap = float((self._probe(fused) - expected).abs().max())
+        if not gap < TOLERANCE:
+            log.info("transformers' own forward is used: the short one is %.1e away", gap)
+            return None
+        return fused
+
+    def _probe(self, run: Forward) -> torch.Tensor:
+        """Return the log-probabilities of a prefill and of a step after it, for two rows."""
+        width, cache = 7, RowCache(rows=2, context=16)
+        ids = torch.arange(2 * width + 2).view(2, -1) * 37 % self.vocabulary
+        outs = []
+        for at in (torch.arange(width).repeat(2, 1), torch.full((2, 1), width)):
+            mask = torch.zeros(2, 1, at.shape[1], 16)
+            mask.masked_fill_(torch.arange(16) > at[:, None, :, None], -torch.inf)
+            cache.aim(0, at, 16)
+            outs.append(torch.log_softmax(run(ids.gather(1, at), at, mask, cache), dim=-1))
+        return torch.cat(outs)
 
     def _refuse_misfit(self, folder: Path, fresh: dict[str, torch.Tensor]) -> None:
         for name, tensor in fresh.items():

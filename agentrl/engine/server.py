@@ -68,7 +68,9 @@ def parse(argv: list[str]) -> ServerOptions:
 
 def build(options: ServerOptions) -> tuple[Scheduler, Routes]:
     """Load the model and make what serves it; starts nothing."""
-    model = LoadedModel(options.model, version=options.weight_version)
+    model = LoadedModel(
+        options.model, version=options.weight_version, context=options.context_length
+    )
     batch = Batch(
         model=model,
         max_running=options.max_running,
