@@ -15,7 +15,9 @@ from agentrl.handoff.trajectory import Group, Trajectory
 VOCABULARY = 64
 
 
-def make_model(folder: Path, *, hidden: int = 32, layers: int = 2, vocabulary: int = VOCABULARY) -> Path:
+def make_model(
+    folder: Path, *, hidden: int = 32, layers: int = 2, vocabulary: int = VOCABULARY
+) -> Path:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(7)
@@ -86,7 +88,9 @@ def make_group(draw: int, rewards: list[float | None], *, version: int = 0) -> G
     )
 
 
-def fill_spool(config: RunConfig, draws: range, rewards: tuple[float | None, ...] = (1, 0, 0, 1)) -> None:
+def fill_spool(
+    config: RunConfig, draws: range, rewards: tuple[float | None, ...] = (1, 0, 0, 1)
+) -> None:
     writer = SpoolWriter(config.run_dir / "spool", 0)
     for draw in draws:
         writer.write(make_group(draw, list(rewards)))

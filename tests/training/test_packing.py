@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.training.packing import Sample, pack, padding_share, stack
+
+
+def sample(length: int, mark: int = 1) -> Sample:
+    return Sample(
+        tokens=np.full(length, mark, dtype=np.int32),
+        loss_mask=np.arange(length) % 2 == 1,
+        engine_logprobs=-np.arange(length, dtype=np.float32),
+        advantage=float(mark),
+        weight=0.5,
+    )
+
+
+lengths = st.lists(st.integers(1, 60), min_size=1, max_size=25)
+
+
+@given(lengths, st.integers(10, 200))
+def test_every_sample_lands_in_exactly_one_micro_batch(sizes, budget):
+    samples = [sample(size, mark=index + 1) for index, size in enumerate(sizes)]
+    batches = pack(samples, budget)
+    marks = [int(row[0]) for batch in batches for row in batch.tokens]
+    assert sorted(marks) == list(range(1, len(sizes) + 1))
+    assert sum(batch.real_tokens for batch in batches) == sum(sizes)
+    assert sum(len(batch.targets) for batch in batches) == sum(s.sampled_tokens for s in samples)
+
+
+@given(lengths, st.integers(10, 200))
+def test_no_micro_batch_passes_the_budget_unless_it_holds_one_sample(sizes, budget):
+    for batch in pack([sample(size) for size in sizes], budget):
+        assert batch.tokens.numel() <= budget or len(batch.tokens) == 1
+
+
+def test_a_sample_over_the_budget_is_alone_and_whole():
+    batches = pack([sample(5), sample(100), sample(6)], 20)
+    assert [tuple(batch.tokens.shape) for batch in batches] == [(1, 100), (2, 6)]
+
+
+def test_targets_are_the_masked_tokens_and_sources_the_positions_before_them():
+    row = Sample(
+        tokens=np.array([7, 8, 9, 10], dtype=np.int32),
+        loss_mask=np.array([False, False, True, True]),
+        engine_logprobs=np.array([0, 0, -1, -2], dtype=np.float32),
+        advantage=3.0,
+        weight=0.25,
+    )
+    batch = stack([sample(2, mark=5), row])
+    assert batch.targets.tolist() == [5, 9, 10]
+    assert batch.source.tolist() == [0, 5, 6]
+    assert batch.engine_logprobs.tolist() == [-1, -1, -2]
+    assert batch.advantages.tolist() == [5, 3, 3]
+    assert batch.weights.tolist() == [0.5, 0.25, 0.25]
+
+
+def test_the_first_token_is_never_in_the_loss():
+    row = Sample(
+        tokens=np.array([1, 2], dtype=np.int32),
+        loss_mask=np.array([True, True]),
+        engine_logprobs=np.zeros(2, dtype=np.float32),
+        advantage=1.0,
+    )
+    assert row.sampled_tokens == 1
+    assert stack([row]).targets.tolist() == [2]
+
+
+def test_padding_is_reported():
+    assert padding_share(pack([sample(10), sample(5)], 20)) == 0.25
+    assert padding_share([]) == 0.0
