@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import jinja2
+import jinja2.meta
 import yaml
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -148,7 +149,10 @@ def _compile(
     if not isinstance(source, str):
         raise ConfigError(f"{path}: {key} is {source!r}; must be a template, as in mini-swe-agent")
     try:
-        return _jinja.from_string(source, globals=shared)
+        used = jinja2.meta.find_undeclared_variables(_jinja.parse(source))
+        # Only those: a render copies all globals, which would cost more than the render itself.
+        needed = {key: value for key, value in shared.items() if key in used}
+        return _jinja.from_string(source, globals=needed)
     except jinja2.TemplateSyntaxError as error:
         raise ConfigError(f"{path}: {key}, its line {error.lineno}: {error.message}") from error
 

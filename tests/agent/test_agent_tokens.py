@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import agent_toys
 import pytest
@@ -157,13 +158,23 @@ def test_the_buffer_refuses_a_reply_with_uncovered_tokens(
 def test_appending_never_changes_what_is_there(parts: list[tuple[bool, int]]) -> None:
     buffer = TokenBuffer([5])
     for is_sampled, size in parts:
-        before = (list(buffer.tokens), buffer.logprobs, buffer.loss_mask, list(buffer.versions))
+        before: tuple[list[Any], ...] = (
+            list(buffer.tokens),
+            buffer.logprobs,
+            buffer.loss_mask,
+            list(buffer.versions),
+        )
         ids = tuple(range(size))
         if is_sampled:
             buffer.append_sampled(_generation(ids, (3, 0, size)) if ids else _generation(ids))
         else:
             buffer.append_context(ids)
-        after = (buffer.tokens, buffer.logprobs, buffer.loss_mask, buffer.versions)
-        assert all(list(new[: len(old)]) == old for old, new in zip(before, after, strict=True))
+        after: tuple[list[Any], ...] = (
+            buffer.tokens,
+            buffer.logprobs,
+            buffer.loss_mask,
+            buffer.versions,
+        )
+        assert [new[: len(old)] for old, new in zip(before, after, strict=True)] == list(before)
         assert len(buffer) == len(buffer.logprobs) == len(buffer.loss_mask)
     assert sum(span.end - span.start for span in buffer.versions) == sum(buffer.loss_mask)
