@@ -277,4 +277,4 @@ def _is_solved(one: Trajectory) -> bool:
 
 
 def _cluster(task: Task) -> str:
-    return str(getattr(task, "cluster", "")) or task.instance_id
+    return task.cluster or task.instance_id

@@ -174,10 +174,10 @@ async def _play(shop: Workshop, wanted: Attempt, number: int, progress: Progress
 
 async def _set_up(shop: Workshop, task: Task, trajectory: str, progress: Progress) -> Path:
     begin = now()
-    future = shop.images.get(task.image_name)
+    future = shop.images.get(task.instance_id)
     if future is None or (future.done() and (future.cancelled() or future.exception())):
         future = asyncio.ensure_future(asyncio.to_thread(shop.image_of, task))
-        shop.images[task.image_name] = future
+        shop.images[task.instance_id] = future
     image = future.result() if future.done() else await asyncio.shield(future)
     progress.seconds["setup"] = now() - begin
     shop.events.write(Setup(trajectory=trajectory, start=begin, end=now()))

@@ -1,0 +1,203 @@
+import asyncio
+import os
+
+import pytest
+from rollout_toys import ToyAgent, ToyProvider, shop, task
+
+from agentrl.config import RunConfig
+from agentrl.errors import RecordError, TooManyInfraFailures, WaitTimeout
+from agentrl.handoff.spool import SpoolWriter, delete, list_spool, read_group
+from agentrl.handoff.trajectory import Group
+from agentrl.rollout.draws import DrawSet, shard
+from agentrl.rollout.view import EnginesFile, TrainerView
+from agentrl.rollout.worker import Worker
+from agentrl.weights.version import Announced, announce
+
+
+class Trainer:
+    """Consumes from the spool and announces, as the real one does."""
+
+    def __init__(self, run_dir, attempt=1):
+        self.run_dir, self.attempt = run_dir, attempt
+        self.consumed = DrawSet()
+        (run_dir / "weights" / "v000000").mkdir(parents=True, exist_ok=True)
+        self.announce()
+
+    def announce(self, *, done=False):
+        announce(
+            self.run_dir / "weights",
+            Announced(
+                version=0,
+                step=0,
+                folder=self.run_dir / "weights" / "v000000",
+                run="demo",
+                attempt=self.attempt,
+                checksum="",
+                files={},
+                consumed=self.consumed.to_ranges(),
+                done=done,
+            ),
+        )
+
+    def consume(self, count):
+        for draw, path in list(list_spool(self.run_dir / "spool").items())[:count]:
+            self.consumed.add(draw)
+            delete(path)
+        self.announce()
+
+
+def config(**changes):
+    made = RunConfig()
+    made.training.groups_per_step = 2
+    made.rollout.attempts_per_task = 2
+    for name, value in changes.items():
+        setattr(made.rollout, name, value)
+    return made
+
+
+def worker(run_dir, stop=lambda: False, settings=None, **parts):
+    made = shop(settings or config(), **parts)
+    return Worker(
+        shop=made,
+        tasks=[task(number) for number in range(10)],
+        draws=shard(node=0, nodes=1, worker=0, workers=1),
+        spool=run_dir / "spool",
+        view=TrainerView(run_dir / "weights", attempt=1),
+        stop=stop,
+    )
+
+
+async def until(condition):
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - the condition is a file of another process
+            await asyncio.sleep(0.005)
+
+
+def test_a_worker_goes_as_far_ahead_as_allowed_and_ends_when_the_trainer_is_done(tmp_path):
+    trainer = Trainer(tmp_path)
+    spool = tmp_path / "spool"
+
+    async def run():
+        running = asyncio.create_task(worker(tmp_path).run())
+        await until(lambda: len(list_spool(spool)) == 4)
+        await asyncio.sleep(0.2)  # it would go on, if it were to
+        assert list(list_spool(spool)) == [0, 1, 2, 3]
+        trainer.consume(2)
+        await until(lambda: 5 in list_spool(spool))
+        assert list(list_spool(spool)) == [2, 3, 4, 5]
+        trainer.announce(done=True)
+        return await running
+
+    assert asyncio.run(run()) == 0
+    assert read_group(list_spool(spool)[2]).trajectories[0].cause == "submitted"
+
+
+def test_a_resumed_worker_makes_exactly_the_missing_draws(tmp_path):
+    trainer = Trainer(tmp_path)
+    trainer.consumed = DrawSet([1, 4])
+    trainer.announce()
+    for node, draw in ((0, 0), (7, 2)):
+        made = Group(draw=draw, task_id="t", trajectories=(), dropped="made before")
+        SpoolWriter(tmp_path / "spool", node).write(made)
+    agent = ToyAgent()
+
+    async def run():
+        running = asyncio.create_task(worker(tmp_path, agent=agent).run())
+        await until(lambda: len(list_spool(tmp_path / "spool")) == 4)
+        trainer.announce(done=True)
+        return await running
+
+    assert asyncio.run(run()) == 0
+    assert {name.split("/")[0] for name in agent.seen} == {"3", "5"}
+    assert list(list_spool(tmp_path / "spool")) == [0, 2, 3, 5]
+
+
+def test_a_stop_cancels_what_runs_and_closes_its_sandboxes(tmp_path):
+    Trainer(tmp_path)
+    agent, provider, asked = ToyAgent(hold=8), ToyProvider(), []
+
+    async def run():
+        made = worker(tmp_path, stop=lambda: bool(asked), agent=agent, provider=provider)
+        running = asyncio.create_task(made.run())
+        await asyncio.wait_for(agent.held.wait(), 20)
+        asked.append(True)
+        return await running
+
+    assert asyncio.run(run()) == 75
+    assert (provider.open, provider.started) == (0, 8)
+    assert list_spool(tmp_path / "spool") == {}
+
+
+def test_no_more_trajectories_are_in_flight_than_asked(tmp_path):
+    trainer = Trainer(tmp_path)
+    provider = ToyProvider()
+
+    async def run():
+        made = worker(tmp_path, settings=config(concurrency=3), provider=provider)
+        running = asyncio.create_task(made.run())
+        await until(lambda: len(list_spool(tmp_path / "spool")) == 4)
+        trainer.announce(done=True)
+        return await running
+
+    assert asyncio.run(run()) == 0
+    assert provider.most <= 3
+
+
+def test_too_many_failures_of_ours_end_the_worker_with_the_table(tmp_path):
+    trainer = Trainer(tmp_path)
+    settings = config(infra_window=10)
+    with pytest.raises(TooManyInfraFailures, match=r"sandbox_start +10 +100%  .*no room"):
+        asyncio.run(worker(tmp_path, settings=settings, provider=ToyProvider(fails=1.0)).run())
+    assert trainer.consumed.count == 0
+
+
+def test_a_spool_that_cannot_be_written_ends_the_worker(tmp_path):
+    Trainer(tmp_path)
+
+    async def agent(**parts):
+        folder = tmp_path / "spool" / "0"
+        if folder.is_dir():  # a file in the folder's place fails even for root
+            folder.rmdir()
+            folder.write_text("")
+        return await ToyAgent()(**parts)
+
+    with pytest.raises(OSError, match="spool"):
+        asyncio.run(worker(tmp_path, agent=agent).run())
+
+
+def test_a_trainer_that_never_shows_up_is_named(tmp_path):
+    settings = config()
+    settings.training.wait_timeout_s = 0.05
+    with pytest.raises(WaitTimeout, match="the trainer of this launch attempt is missing"):
+        asyncio.run(worker(tmp_path, settings=settings).run())
+
+
+def test_an_earlier_attempts_announcement_starts_nothing(tmp_path):
+    Trainer(tmp_path, attempt=0)
+    view = TrainerView(tmp_path / "weights", attempt=1)
+    assert view.refresh() is None
+    assert not view.done
+    assert view.consumed.count == 0
+
+
+def test_a_broken_announcement_is_borne_for_a_while_only(tmp_path):
+    Trainer(tmp_path)
+    times = [0.0]
+    view = TrainerView(tmp_path / "weights", attempt=1, clock=lambda: times[0])
+    good = view.refresh()
+    (tmp_path / "weights" / "LATEST.json").write_text("{")
+    times[0] = 20.0
+    assert view.refresh() is good
+    times[0] = 60.0
+    with pytest.raises(RecordError, match="not an announcement"):
+        view.refresh()
+
+
+def test_engines_are_read_again_only_once_published(tmp_path):
+    file = EnginesFile(tmp_path, 0)
+    assert file.urls() == []
+    file.publish(["http://127.0.0.1:1"], 3)
+    assert EnginesFile(tmp_path, 0).urls() == file.urls() == ["http://127.0.0.1:1"]
+    file.publish([], 4)
+    assert file.urls() == []
+    assert os.listdir(tmp_path) == ["engines-0.json"]
