@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from agentrl import events
 from analysis import plot
@@ -82,7 +83,7 @@ def finding(rows: Sequence[Row]) -> str:
         sums[row.kind] += row.count
     parts = [f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in sums.items()]
     parts = [part.replace("trajectorys", "trajectories") for part in parts]
-    return f"{', '.join(parts)}. {launched} None of these counts as a reward."
+    return f"{', '.join(parts)}. {launched} No lost trajectory counts as a reward."
 
 
 def _count(kind: str, found: Sequence[tuple[str, str, int]]) -> list[Row]:
@@ -126,6 +127,7 @@ def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_yticks(range(len(rows)), names)
     axes.invert_yaxis()
     axes.set_xlim(0, max(counts) * 1.15)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel("count")
     axes.grid(visible=False, axis="y")
 

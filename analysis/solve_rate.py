@@ -227,7 +227,7 @@ def _bars(axes: Axes, rows: Sequence[Row], k: int) -> None:
             ha="center",
             fontsize=8,
         )
-    names = [split.replace("_", " ") for split in splits]
+    names = [split.replace("_", "\n", 1) for split in splits]
     counts = [next(row.tasks for row in rows if row.split == split) for split in splits]
     labels = [f"{name}\n({count} tasks)" for name, count in zip(names, counts, strict=True)]
     axes.set_xticks(range(len(splits)), labels)

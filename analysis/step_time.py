@@ -108,8 +108,9 @@ def finding(rows: Sequence[Row]) -> str:
     share = mean[longest] / total if total else 0.0
     return (
         f"A step took {total:.2f} s; most of it was {NAMES[longest]} "
-        f"({whole_percent(share)}). The trainer was idle, waiting for groups, {whole_percent(idle_share(rows))} of the time "
-        f"(steady state: {sum(row.steady for row in rows)} of {len(rows)} steps)."
+        f"({whole_percent(share)}). The trainer was idle, waiting for groups, "
+        f"{whole_percent(idle_share(rows))} of the time (steady state: "
+        f"{sum(row.steady for row in rows)} of {len(rows)} steps)."
     )
 
 

@@ -103,3 +103,8 @@ def _time_cards(run: Run) -> Iterator[Card]:
     idle = throughput.idle_share(rows)
     if idle == idle:
         yield Card(title="Engines idle", value=whole_percent(idle), note="of their sampled time")
+    done = run.of(events.TrajectoryEvent)
+    if done:
+        lost = sum(event.reward is None for event in done)
+        note = f"of {len(done):,}; never trained on"
+        yield Card(title="Lost trajectories", value=f"{lost:,}", note=note)

@@ -17,6 +17,7 @@ from math import nan
 from pathlib import Path
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import StrMethodFormatter
 
 from agentrl import events
 from analysis import plot
@@ -189,6 +190,7 @@ def _area(axes: Axes, rows: Sequence[Row], values: Sequence[float]) -> None:
     axes.plot(minutes, values, drawstyle="steps-mid", color=colour, linewidth=1.4)
     axes.set_xlim(0, minutes[-1] + rows[-1].seconds / 120)
     axes.set_ylim(0, max(known) * 1.1 or 1)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if max(known) >= 10 else "{x:g}"))
 
 
 FIGURE = Figure(

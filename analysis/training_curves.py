@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import nan
+from math import isnan, nan
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -85,7 +85,7 @@ def finding(rows: Sequence[Row]) -> str:
     """Say how reward and entropy went from the first to the last ten steps."""
     many = min(WINDOW, len(rows))
     parts = [
-        f"{name} went from {_mean(rows[:many], key):.2f} to {_mean(rows[-many:], key):.2f}"
+        _told(name, _mean(rows[:many], key), _mean(rows[-many:], key))
         for name, key in (("Mean reward", "reward"), ("entropy", "entropy"))
     ]
     resumes = sum(row.resumed for row in rows)
@@ -119,6 +119,12 @@ def _curve(axes: Axes, rows: Sequence[Row], name: str) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     if min(values) >= 0:
         axes.set_ylim(bottom=0, top=max(values) * 1.08 or 1)
+
+
+def _told(name: str, first: float, last: float) -> str:
+    if isnan(first) or isnan(last):
+        return f"{name} was not logged"
+    return f"{name} went from {first:.2f} to {last:.2f}"
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
