@@ -97,8 +97,10 @@ def build_root(copy: bool, processes: int) -> bytes:
         write("/proc/sys/kernel/pid_max", str(max(301 + processes, 400)))
     # a root host's sandbox holds the host's root uid without its capabilities: everything that
     # this uid may change by ownership alone has to be read-only
-    bind("/proc/sys", "/proc/sys")
-    make_read_only("/proc/sys")
+    for name in ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"):
+        if os.path.exists(path := f"/proc/{name}"):
+            bind(path, path)
+            make_read_only(path)
     for name in ("null", "zero", "full", "random", "urandom", "tty"):
         make_read_only(f"/dev/{name}")
     make_read_only("/dev")

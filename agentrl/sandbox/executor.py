@@ -19,6 +19,8 @@ MEMORY_WORDS = (b"MemoryError", b"Cannot allocate memory", b"bad_alloc", b"out o
 TICK_S = 0.1
 """How often a running command's process count is looked at, and orphans are reaped."""
 DRAIN_BYTES = 1 << 20
+MAX_LEFTOVERS = 64
+"""Pipes of background children that are kept open; the oldest goes first."""
 SIGKILL = 9
 
 
@@ -163,8 +165,8 @@ class Executor:
         began = time.monotonic()
         try:
             pid, reader = self.spawn(command, env)
-        except OSError as error:
-            text = f"cannot start a shell: {error.strerror}".encode()
+        except (OSError, ValueError) as error:  # too long, no process left, a NUL in `env`
+            text = f"cannot start a shell: {error}".encode()
             return [b"exec", text, b"126", b"0", b"0", b"0", b"0"]
         kept = Bounded(limit)
         code, why = self.watch(pid, reader, kept, began + timeout_s)
@@ -225,13 +227,14 @@ class Executor:
             try:
                 data = os.read(reader, 65536)
             except BlockingIOError:
-                self.leftovers.append(reader)
-                return
+                break
             if not data:
                 os.close(reader)
                 return
             kept.add(data)
         self.leftovers.append(reader)
+        if len(self.leftovers) > MAX_LEFTOVERS:
+            os.close(self.leftovers.pop(0))
 
     def put(self, path: str, data: bytes) -> list[bytes]:
         """Write a regular file at `path`, whatever a command has put in its place."""
@@ -269,7 +272,7 @@ class Executor:
             return [b"error", b"unknown request %b" % verb]
         except (FileNotFoundError, NotADirectoryError) as error:
             return [b"missing", str(error).encode()]
-        except OSError as error:
+        except (OSError, ValueError) as error:
             return [b"error", str(error).encode()]
 
     def serve(self) -> None:

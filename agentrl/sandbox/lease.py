@@ -142,9 +142,12 @@ def _is_claimed(lease: Lease) -> bool:
 
 
 def _processes(lease: Lease) -> list[int]:
-    """Return what still runs of a sandbox; the first pid only if it is the same process still."""
+    """Return what still runs of a sandbox; its first pid only if that is the same process still.
+
+    With a scratch there is no pid namespace, so the mark finds who left the first process.
+    """
     own = [lease.pid] if lease.pid and start_time(lease.pid) == lease.pid_start else []
-    return sorted({pid for pid in (*own, *marked(lease.id)) if start_time(pid)})
+    return [pid for pid in (*own, *(marked(lease.id) if lease.scratch else ())) if start_time(pid)]
 
 
 def _kill(pids: Iterable[int]) -> None:

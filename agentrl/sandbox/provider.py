@@ -33,7 +33,10 @@ class Backend(Protocol):
         """Return the folder on the host that one sandbox will need; empty for none."""
 
     def spawn(self, image: Path, claim: lease.Lease) -> Spawn:
-        """Return what to run, made ready. Called in a thread. Raises SandboxStartError."""
+        """Return what to run, made ready; in a thread if there is a scratch.
+
+        Raises SandboxStartError.
+        """
 
 
 def open_provider(
@@ -94,7 +97,7 @@ class Provider:
                 claim.scratch
             ):  # before the folder exists: a crash in between leaves a lease to sweep
                 await in_thread(lease.publish, self._leases, claim)
-            spawn = await in_thread(self._backend.spawn, image, claim)
+            spawn = await self._prepare(image, claim)
             sandbox = ResidentSandbox.create(spawn)
             self._open.add(sandbox)
             started = lease.start_time(sandbox.pid)
@@ -106,10 +109,18 @@ class Provider:
                 await booting
             finally:
                 booting.cancel()
+            if self._is_closed:
+                raise SandboxStartError(f"sandbox for {owner}: the provider was closed meanwhile")
         except BaseException:
             await (sandbox.close() if sandbox else in_thread(lease.end, self._leases, claim))
             raise
         return sandbox
+
+    async def _prepare(self, image: Path, claim: lease.Lease) -> Spawn:
+        """Only a back end with a scratch has files to copy, which the loop must not wait for."""
+        if not claim.scratch:
+            return self._backend.spawn(image, claim)
+        return await in_thread(self._backend.spawn, image, claim)
 
     async def _release(self, sandbox: ResidentSandbox, claim: lease.Lease) -> None:
         self._open.discard(sandbox)

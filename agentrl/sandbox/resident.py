@@ -89,7 +89,10 @@ class ResidentSandbox:
 
     @classmethod
     def create(cls, spawn: Spawn) -> ResidentSandbox:
-        """Start the process (no waiting). Raises SandboxStartError."""
+        """Start the process (no waiting). Raises SandboxStartError.
+
+        Call it in the thread of the event loop: bwrap's --die-with-parent is per thread.
+        """
         near, far = socket.socketpair()
         try:
             process = subprocess.Popen(
@@ -143,7 +146,7 @@ class ResidentSandbox:
     ) -> ExecResult:
         """Run `command` by bash in the testbed; see `Sandbox.exec`.
 
-        Background children that hold no more than the output pipe do not delay the return; they
+        Background children, even those that hold the output pipe, do not delay the return; they
         live until `stop_processes`, `close` or any command's timeout. `oom` is a judgement: the
         command failed and its output speaks of memory, or it died of a SIGKILL that was not ours.
         """
@@ -232,7 +235,10 @@ class ResidentSandbox:
             self._process.kill()
             await _ended(self._process, CLOSE_TIMEOUT_S)
         if self._released is not None:
-            await self._released()
+            try:
+                await self._released()
+            except OSError as error:
+                log.warning("sandbox of pid %d: left for `agentrl sweep`: %s", self.pid, error)
 
 
 def refused(why: str) -> ExecResult:

@@ -163,6 +163,12 @@ def test_a_nul_in_a_command_is_an_observation(box: Any) -> None:
     assert box.sh("echo \0").exit_code == 126
 
 
+def test_a_command_too_long_for_the_kernel_is_an_observation(box: Any) -> None:
+    done = box.sh("echo " + "x" * 300_000)
+    assert done.exit_code == 126
+    assert "Argument list too long" in done.output
+
+
 def test_binary_files_go_in_and_out(box: Any) -> None:
     data = bytes(range(256)) * 5000
 
@@ -243,6 +249,19 @@ def test_closing_the_provider_closes_all_and_refuses_new_ones(box: Any) -> None:
             await provider.start(box.image, owner="0/0/1")
 
     box.provider(body)
+
+
+def test_a_start_under_way_when_the_provider_closes_leaves_nothing(box: Any) -> None:
+    async def body(provider: SandboxProvider) -> None:
+        start = asyncio.ensure_future(provider.start(box.image, owner="0/0/0"))
+        await once(lambda: list(box.leases.iterdir()))
+        await provider.close()
+        with pytest.raises(SandboxStartError, match=r"closed|ended"):
+            await start
+
+    box.provider(body)
+    assert list(box.leases.iterdir()) == []
+    assert psutil.Process().children() == []
 
 
 def test_an_image_without_a_testbed_is_a_start_error(box: Any, tmp_path: Path) -> None:
