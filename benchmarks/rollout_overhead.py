@@ -56,6 +56,7 @@ class NoTokens:
     """Stands for ChatTokens: fixed ids and a fixed text, so that nothing is tokenized."""
 
     mode = "text"
+    opens_thinking = False
     end_of_turn = 1
     stop_ids = (1,)
 

@@ -104,7 +104,12 @@ class _Try:
         deadline_s = self.spent_s + self.config.turn_timeout_s
         generation = await self._sample()
         text = self._text(generation)
-        reply = parse(text, mode=self.config.mode, action=self.prompts.action)
+        reply = parse(
+            text,
+            mode=self.config.mode,
+            action=self.prompts.action,
+            is_thinking=self.tokens.opens_thinking,
+        )
         message = record.assistant(reply, generation, self.turns)
         self.messages.append(message)
         if reply.error:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from agentrl.agent.template import Message, difference
+from agentrl.agent.toolcall import parse
 from agentrl.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ OPENING: list[Message] = [
     {"role": "system", "content": "You repair code.\n"},
     {"role": "user", "content": "Issue: f(2) gives 3.\n\n  Fix it."},
 ]
+NO_BLOCK = re.compile(r"(?!)")
+"""Matches nothing: tool mode has no blocks."""
 Turn = tuple[Message, list[Message]]
 
 
@@ -98,7 +102,9 @@ def _play(tokens: ChatTokens, name: str, turns: list[Turn]) -> None:
     _compare(tokens, ids, seen, f"conversation {name!r}, first prompt")
     for number, (reply, observations) in enumerate(turns, start=1):
         where = f"conversation {name!r}, turn {number}"
-        ids += _sampled(tokens, [*seen, reply], tokens.decode(ids), where)
+        text = _reply_text(tokens, [*seen, reply], tokens.decode(ids), where)
+        _check_calls(tokens, reply, text, where)
+        ids += [*tokens.encode(text), tokens.end_of_turn]
         ends = ids.count(tokens.end_of_turn)
         try:
             delta = tokens.observation(observations)
@@ -115,16 +121,28 @@ def _play(tokens: ChatTokens, name: str, turns: list[Turn]) -> None:
             )
 
 
-def _sampled(tokens: ChatTokens, messages: list[Message], before: str, where: str) -> list[int]:
-    """Return the tokens of the last message, as a model would sample them."""
+def _reply_text(tokens: ChatTokens, messages: list[Message], before: str, where: str) -> str:
+    """Return the last message as a model would sample it, without its end of turn."""
     text = tokens.template.render(messages)
     if not text.startswith(before):
         raise TemplateError(
             f"{where}: the reply changes the text before it, {difference(before, text)}; {ADVICE}"
         )
-    end = tokens.decode([tokens.end_of_turn])
-    reply = text[len(before) : text.rfind(end)]
-    return [*tokens.encode(reply), tokens.end_of_turn]
+    return text[len(before) : text.rfind(tokens.decode([tokens.end_of_turn]))]
+
+
+def _check_calls(tokens: ChatTokens, reply: Message, text: str, where: str) -> None:
+    """Refuse a template that spells tool calls in a way that the parser does not read."""
+    if "tool_calls" not in reply:
+        return
+    parsed = parse(text, mode="tool", action=NO_BLOCK, is_thinking=tokens.opens_thinking)
+    asked = tokens.template.commands_of(reply)
+    if (found := [action.command for action in parsed.actions]) != asked:
+        raise TemplateError(
+            f"{where}: the template writes the commands {asked} as {text!r}, in which "
+            f"{found or parsed.error} was found; only <tool_call> with JSON or <function=bash> is "
+            "read: take agent.mode=text"
+        )
 
 
 def _compare(tokens: ChatTokens, ids: list[int], messages: list[Message], where: str) -> None:

@@ -72,6 +72,12 @@ class ChatTemplate:
             calls.append({"id": f"call_{number}", "type": "function", "function": function})
         return {"role": "assistant", "content": content, "tool_calls": calls}
 
+    def commands_of(self, message: Message) -> list[str]:
+        """Return the commands that `call_message` was given."""
+        arguments = [call["function"]["arguments"] for call in message["tool_calls"]]
+        trees = [json.loads(item) if isinstance(item, str) else item for item in arguments]
+        return [tree["command"] for tree in trees]
+
     def initial_frame(self, roles: Sequence[str]) -> Frame:
         """Find the frame of a first prompt."""
         return _frame(

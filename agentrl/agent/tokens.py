@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentrl.agent.template import ChatTemplate, Frame, Message
+from agentrl.agent.toolcall import THINK
 from agentrl.engine.base import Generation, VersionSpan
 from agentrl.errors import TemplateError
 
@@ -91,7 +92,10 @@ class ChatTokens:
         if eos is not None and eos != self.end_of_turn:
             self.stop_ids += (int(eos),)
         self._end_text = self.decode([self.end_of_turn])
-        self._initial: dict[tuple[str, ...], Frame] = {}
+        opening = self.template.initial_frame(("system", "user"))
+        self.opens_thinking = opening.pieces[-1].rstrip().endswith(THINK)
+        """The generation prompt leaves a <think> open: a reply starts as thought."""
+        self._initial: dict[tuple[str, ...], Frame] = {("system", "user"): opening}
         self._frames: dict[tuple[str, ...], Frame] = {}
 
     @classmethod

@@ -1,4 +1,8 @@
-"""What a reply asks for: calls of the tool `bash`, or one fenced block. Never raises on a reply."""
+"""What a reply asks for: calls of the tool `bash`, or one fenced block. Never raises on a reply.
+
+Two spellings of a call are read: Qwen2.5's and Qwen3's, a JSON object between <tool_call> tags,
+and Qwen3-Coder's and Qwen3.5's, a <function=bash> element there.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,12 @@ BASH_TOOL: dict[str, Any] = {
 }
 """The one tool, as mini-swe-agent declares it."""
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
+THINK, THOUGHT = "<think>", "</think>"
 _decoder = json.JSONDecoder()
 _space = re.compile(r"\s*")
+_element = re.compile(
+    r"<function=([^>]*)>\s*(?:<parameter=command>\n?(.*?)\n?</parameter>\s*)?</function>", re.DOTALL
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +61,20 @@ class _BadCall(ValueError):
     """One call that does not parse."""
 
 
-def parse(text: str, *, mode: str, action: re.Pattern[str]) -> Reply:
-    """Parse `text` by `mode`: `tool`, or `text` with the pattern `action`."""
-    return _parse_calls(text) if mode == "tool" else _parse_block(text, action)
+def parse(text: str, *, mode: str, action: re.Pattern[str], is_thinking: bool = False) -> Reply:
+    """Parse `text` by `mode`: `tool`, or `text` with the pattern `action`.
+
+    What is thought (`is_thinking`: the prompt ended by <think>) asks for nothing.
+    """
+    start = 0
+    if is_thinking or text.lstrip().startswith(THINK):
+        end = text.find(THOUGHT)
+        start = len(text) if end < 0 else end + len(THOUGHT)
+    return _parse_calls(text, start) if mode == "tool" else _parse_block(text, start, action)
 
 
-def _parse_block(text: str, action: re.Pattern[str]) -> Reply:
-    found = tuple((match[action.groups] or "").strip() for match in action.finditer(text))
+def _parse_block(text: str, start: int, action: re.Pattern[str]) -> Reply:
+    found = tuple((match[action.groups] or "").strip() for match in action.finditer(text, start))
     if len(found) != 1:
         error = f"Expected exactly one action in the reply, found {len(found)}."
         return Reply(content=text, error=error, found=found)
@@ -68,8 +83,8 @@ def _parse_block(text: str, action: re.Pattern[str]) -> Reply:
     return Reply(content=text, actions=(Action(command=found[0]),))
 
 
-def _parse_calls(text: str) -> Reply:
-    first = text.find(OPEN)
+def _parse_calls(text: str, start: int) -> Reply:
+    first = text.find(OPEN, start)
     if first < 0:
         error = "The reply holds no tool call; every reply must hold at least one."
         return Reply(content=text, error=error)
@@ -83,12 +98,25 @@ def _parse_calls(text: str) -> Reply:
 
 def _calls(text: str, at: int) -> Iterator[Action]:
     while at >= 0:
-        call, end = _object(text, at + len(OPEN))
-        yield _action(call, text[at + len(OPEN) : end])
+        start = _skip(text, at + len(OPEN))
+        if text.startswith("<function=", start):
+            action, end = _from_element(text, start)
+        else:
+            call, end = _object(text, start)
+            action = _action(call, text[start:end])
         end = _skip(text, end)
         if not text.startswith(CLOSE, end):
-            raise _BadCall(f"A tool call must end with {CLOSE} right after its JSON object.")
+            raise _BadCall(f"A tool call must end with {CLOSE} right after its arguments.")
+        yield action
         at = text.find(OPEN, end)
+
+
+def _from_element(text: str, at: int) -> tuple[Action, int]:
+    match = _element.match(text, at)
+    if match is None:
+        raise _BadCall("The tool call's <function=bash> element is not complete.")
+    call = {"name": match[1], "arguments": {"command": match[2]}}
+    return _action(call, ""), match.end()
 
 
 def _object(text: str, at: int) -> tuple[dict[str, Any], int]:

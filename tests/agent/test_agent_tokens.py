@@ -72,6 +72,35 @@ def test_a_template_that_takes_only_dictionaries_as_arguments_passes(odd_path: P
     assert not tokens.template.has_string_arguments
 
 
+ELEMENT = "\\n<parameter=command>\\n' + call['function']['arguments']['command'] + '\\n</parameter>"
+
+
+def test_a_template_that_spells_calls_as_elements_passes(odd_path: Path) -> None:
+    spelt = template(arguments=f"'<function=bash>{ELEMENT}\\n</function>'")
+    spelt = spelt.replace(
+        """{"name": "' + call['function']['name'] + '", "arguments": ' }}""", "' }}"
+    )
+    make_tokenizer(odd_path, spelt.replace("'}\\n</tool_call>'", "'\\n</tool_call>'"))
+    assert ChatTokens.load(odd_path, mode="tool").mode == "tool"
+
+
+def test_a_template_whose_calls_cannot_be_parsed_is_refused(odd_path: Path) -> None:
+    make_tokenizer(odd_path, template().replace("<tool_call>", "<call>"))
+    with pytest.raises(
+        TemplateError, match=r"turn 1: the template writes.*no tool call.*mode=text"
+    ):
+        ChatTokens.load(odd_path, mode="tool")
+
+
+def test_a_template_that_opens_a_thought_is_noticed(odd_path: Path, toy_folder: Path) -> None:
+    opened = template().replace(
+        "'<|im_start|>assistant\\n' ", "'<|im_start|>assistant\\n<think>\\n' "
+    )
+    make_tokenizer(odd_path, opened)
+    assert ChatTokens.load(odd_path, mode="text").opens_thinking
+    assert not ChatTokens.load(toy_folder, mode="text").opens_thinking
+
+
 def test_a_model_folder_without_a_chat_template_is_refused(odd_path: Path) -> None:
     make_tokenizer(odd_path, None)
     with pytest.raises(TemplateError, match="has no chat_template"):

@@ -23,6 +23,12 @@ PIECES = st.sampled_from(
         "{",
         "[" * 40,
         "```mswea_bash_command\n",
+        "<function=bash>",
+        "<parameter=command>",
+        "</parameter>",
+        "</function>",
+        "<think>",
+        "</think>",
         "\n```",
         "ls",
         "\0",
@@ -115,3 +121,41 @@ def test_other_than_one_fenced_block_is_malformed(count: int) -> None:
 def test_the_yaml_s_own_pattern_is_used() -> None:
     pattern = re.compile("<do>(.*?)</do>", re.DOTALL)
     assert parse("<do>\nls\n</do>", mode="text", action=pattern).actions[0].command == "ls"
+
+
+def element(command: str) -> str:
+    inside = f"<parameter=command>\n{command}\n</parameter>"
+    return f"<tool_call>\n<function=bash>\n{inside}\n</function>\n</tool_call>"
+
+
+def test_calls_spelt_as_elements_are_read() -> None:
+    assert calls("I look.\n" + element("ls\npwd") + "\n" + element("id")) == ["ls\npwd", "id"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (element("ls").replace("bash", "python"), "no tool 'python'"),
+        (element("ls").replace("</function>", ""), "not complete"),
+        ("<tool_call><function=bash></function></tool_call>", '"command"'),
+        (element("ls").replace("</tool_call>", ""), "must end with"),
+    ],
+)
+def test_a_malformed_element_says_what_is_wrong(text: str, reason: str) -> None:
+    assert reason in parse(text, mode="tool", action=ACTION).error
+
+
+def test_what_is_thought_asks_for_nothing() -> None:
+    fence = "```mswea_bash_command\n{}\n```"
+    text = f"<think>Maybe {fence.format('rm x')}?</think>\n{fence.format('ls')}"
+    reply = parse(text, mode="text", action=ACTION)
+    assert [action.command for action in reply.actions] == ["ls"]
+    assert reply.content == text
+    cut = parse(f"Maybe {fence.format('rm x')}", mode="text", action=ACTION, is_thinking=True)
+    assert cut.error
+
+
+def test_a_command_may_spell_the_end_of_a_thought() -> None:
+    assert calls(wrap({"name": "bash", "arguments": {"command": "echo '</think>'"}})) == [
+        "echo '</think>'"
+    ]
