@@ -10,8 +10,6 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentrl.tasks.expert import ExpertEngine
-
 from agentrl.config import RunConfig, load
 from agentrl.events import EventWriter
 from agentrl.handoff.spool import SpoolWriter, list_spool
@@ -19,6 +17,7 @@ from agentrl.handoff.trajectory import Group, Trajectory
 from agentrl.rollout.attempt import Attempt, Workshop, run_attempt
 from agentrl.rollout.draws import task_of
 from agentrl.rollout.workshop import open_workshop
+from agentrl.tasks.expert import ExpertEngine
 from agentrl.tasks.load import load_split
 from agentrl.tasks.task import Task
 from launch.errand import Answer, errand
@@ -97,6 +96,10 @@ def _wanted(config: RunConfig, tasks: list[Task], number: int) -> Iterator[Attem
 def _with_expert(shop: Workshop, wanted: Attempt) -> Workshop:
     seed = (shop.config.seed * 1_000_003 + wanted.draw) * PER_FILE + wanted.attempt
     expert = ExpertEngine(
-        shop.tokens, wanted.task, seed=seed, accuracy=shop.config.sft.expert_accuracy
+        shop.tokens,
+        wanted.task,
+        seed=seed,
+        accuracy=shop.config.sft.expert_accuracy,
+        mode=shop.config.agent.mode,
     )
     return dataclasses.replace(shop, engine=expert)
