@@ -228,7 +228,7 @@ def cpu_ms_per_turn(work: Callable[[], int], expected: int) -> float:
     return (time.process_time() - begun) * 1000 / done
 
 
-async def loop_delay(work: Awaitable[int], period_s: float = 0.005) -> list[float]:
+async def loop_delay(work: Awaitable[Any], period_s: float = 0.005) -> list[float]:
     """Await `work` beside a ticker; return by how many ms each tick came late."""
     delays: list[float] = []
 
@@ -278,11 +278,15 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def delays_of(tokens: ChatTokens, prompts: Prompts, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure `many` at once, with waits as of a GPU engine and warm sandboxes."""
+def delays_of(
+    tokens: ChatTokens, prompts: Prompts, options: argparse.Namespace, *, many: int
+) -> dict[str, Any]:
+    """Measure `many` at once, with waits as of a GPU engine; 0 shows the machine's own delays."""
     waits = Waits(start=(0, 10), model=(8, 24), command=(0.05, 0.5))
     begun, cpu = time.perf_counter(), time.process_time()
-    run = ours(tokens, prompts, options.many, options.many_turns, waits)
+    run: Awaitable[Any] = asyncio.sleep(10)
+    if many:
+        run = ours(tokens, prompts, many, options.many_turns, waits)
     delays = asyncio.run(loop_delay(run))
     wall_s = time.perf_counter() - begun
     return {
@@ -301,23 +305,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     stand_in, tokens = cast(ChatTokens, NoTokens()), real_tokens(options.model)
     rows: dict[str, list[float]] = {"ours": [], "upstream": [], "ours_tokenizing": []}
 
-    def run_ours(chosen: ChatTokens) -> int:
-        return asyncio.run(ours(chosen, prompts, options.count, options.turns, Waits()))
+    def run_ours(chosen: ChatTokens, turns: int) -> int:
+        return asyncio.run(ours(chosen, prompts, options.count, turns, Waits()))
 
     for repeat in range(options.repeats):
-        rows["ours"].append(cpu_ms_per_turn(lambda: run_ours(stand_in), turns))
+        rows["ours"].append(cpu_ms_per_turn(lambda: run_ours(stand_in, options.turns), turns))
         rows["upstream"].append(
             cpu_ms_per_turn(lambda: upstream(options.count, options.turns), turns)
         )
-        print(f"repeat {repeat + 1}:", {name: row[-1] for name, row in rows.items() if row})
-    rows["ours_tokenizing"].append(cpu_ms_per_turn(lambda: run_ours(tokens), turns))
+        print(
+            f"repeat {repeat + 1}:",
+            {name: row[-1] for name, row in rows.items() if row},
+            flush=True,
+        )
+    few = max(1, options.turns // 4)  # the tokenizer's cost does not depend on the turn
+    rows["ours_tokenizing"].append(
+        cpu_ms_per_turn(lambda: run_ours(tokens, few), options.count * few)
+    )
     pairs = zip(rows["upstream"], rows["ours"], strict=True)
     return {
         "cpu_ms_per_turn": {name: summary(row) for name, row in rows.items()},
         "ratio_upstream_to_ours": summary([theirs / own for theirs, own in pairs]),
         "loop_delay": {
-            "tokenizing": delays_of(tokens, prompts, options),
-            "without_tokenization": delays_of(stand_in, prompts, options),
+            "nothing_running": delays_of(tokens, prompts, options, many=0),
+            "tokenizing": delays_of(tokens, prompts, options, many=options.many),
+            "without_tokenization": delays_of(stand_in, prompts, options, many=options.many),
         },
     }
 

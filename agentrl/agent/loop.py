@@ -124,8 +124,8 @@ class _Try:
         return "time_limit" if self.spent_s >= deadline_s else ""
 
     async def _sample(self) -> Generation:
-        prompt = list(self.buffer.tokens)  # a copy: an engine may keep it
-        room = self.config.tokens_per_trajectory - len(prompt)
+        length = len(self.buffer)
+        room = self.config.tokens_per_trajectory - length
         sampling = Sampling(
             max_new_tokens=min(self.config.tokens_per_turn, room),
             temperature=self.temperature,
@@ -133,7 +133,11 @@ class _Try:
             seed=None if self.seed is None else self.seed + self.turns,
         )
         start, begun = ev.now(), self.clock()
-        generation = await self.engine.generate(prompt, sampling, trajectory=self.trajectory)
+        generation = await self.engine.generate(
+            self.buffer.tokens,  # lent, not copied: a thousand copies cost more than all the rest
+            sampling,
+            trajectory=self.trajectory,
+        )
         self.model_s += self.clock() - begun
         self.events.write(
             ev.ModelCall(
@@ -142,7 +146,7 @@ class _Try:
                 trajectory=self.trajectory,
                 engine=generation.engine,
                 turn=self.turns,
-                prompt_tokens=len(prompt),
+                prompt_tokens=length,
                 new_tokens=len(generation.token_ids),
                 cached_tokens=generation.cached_tokens,
                 finish=generation.finish,
@@ -286,6 +290,7 @@ async def run_agent(
     """Let the model work on `task` until it hands in or reaches a limit.
 
     The lower of the config's and the YAML's limits holds. `seed` + turn seeds each reply.
+    The engine borrows the token list of each prompt: it must not change it, nor keep it after.
     What is not the policy's doing is raised: SandboxLost, EngineLost, and cancellation.
     """
     messages = prompts.initial(task.problem_statement)

@@ -51,16 +51,13 @@ def assistant(reply: Reply, generation: Generation, turn: int) -> Message:
             function = {"name": "bash", "arguments": action.arguments}
             calls.append({"id": entry["tool_call_id"], "type": "function", "function": function})
         message["tool_calls"] = calls
-    usage = {
-        "completion_tokens": len(generation.token_ids),
-        "cached_tokens": generation.cached_tokens,
-    }
     message["extra"] = {
         "actions": actions,
         "response": {
             "finish_reason": generation.finish,
             "engine": generation.engine,
-            "usage": usage,
+            "completion_tokens": len(generation.token_ids),
+            "cached_tokens": generation.cached_tokens,
         },
         "cost": 0.0,
         "timestamp": time.time(),

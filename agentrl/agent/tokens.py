@@ -38,7 +38,12 @@ class TokenBuffer:
                 f"reply of {count} tokens from {generation.engine}: {len(generation.logprobs)} "
                 f"log-probabilities, versions {generation.versions}; each token needs one of both"
             )
-        offset = len(self.tokens)
+        offset = len(self._mask)
+        if len(self.tokens) != offset:
+            raise ValueError(
+                f"{generation.engine} changed the prompt that it was lent: {len(self.tokens)} "
+                f"tokens, {offset} were given; an engine must copy what it extends"
+            )
         self.tokens.extend(generation.token_ids)
         self._logprobs.extend(generation.logprobs)
         self._mask.extend(b"\1" * count)

@@ -127,7 +127,7 @@ class ScriptedEngine:
         self, input_ids: list[int], sampling: Sampling, *, trajectory: str
     ) -> Generation:
         del trajectory
-        self.prompts.append(input_ids)
+        self.prompts.append(list(input_ids))
         self.samplings.append(sampling)
         reply = self.replies[min(len(self.prompts), len(self.replies)) - 1]
         if isinstance(reply, Exception):

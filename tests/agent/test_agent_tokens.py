@@ -207,3 +207,10 @@ def test_appending_never_changes_what_is_there(parts: list[tuple[bool, int]]) ->
         assert [new[: len(old)] for old, new in zip(before, after, strict=True)] == list(before)
         assert len(buffer) == len(buffer.logprobs) == len(buffer.loss_mask)
     assert sum(span.end - span.start for span in buffer.versions) == sum(buffer.loss_mask)
+
+
+def test_an_engine_that_extends_its_prompt_is_caught() -> None:
+    buffer = TokenBuffer([1, 2])
+    buffer.tokens.append(3)
+    with pytest.raises(ValueError, match="changed the prompt"):
+        buffer.append_sampled(_generation((7,), (0, 0, 1)))
