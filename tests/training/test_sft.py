@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from fabricate import make_group
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from agentrl.errors import RecordError
+from agentrl.handoff.spool import SpoolWriter
+from agentrl.training.model_folder import load_model
+from agentrl.training.muon import Muon, orthogonalize
+from agentrl.training.sft import run_sft, token_losses
+from agentrl.training.traces import Trace, deal, read_traces, stack
+
+
+def write_traces(path, count=24):
+    lines = []
+    for index in range(count):
+        tokens = [(index + step) % 8 for step in range(12 + index % 5)]
+        mask = [step >= 4 for step in range(len(tokens))]
+        lines.append(json.dumps({"tokens": tokens, "loss_mask": mask}))
+    path.write_text("\n".join(lines))
+    return path
+
+
+def load(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def test_fine_tuning_learns_the_traces_and_writes_a_model_folder(tiny_config, odd_path):
+    tiny_config.sft.epochs = 6
+    seen = []
+    traces = write_traces(odd_path / "traces.jsonl")
+    code = run_sft(tiny_config, traces, odd_path / "sft", progress=lambda *told: seen.append(told))
+    assert code == 0
+    assert [step for step, _, _ in seen] == list(range(1, 19))
+    assert seen[-1][2] < 0.7 * seen[0][2]
+    batch = stack(read_traces(traces), 0.0)
+    assert float(token_losses(load(odd_path / "sft"), batch).mean()) < 0.7 * seen[0][2]
+    summary = json.loads((odd_path / "sft.sft.json").read_text())
+    assert summary["steps"] == 18
+    assert sorted(path.name for path in odd_path.iterdir()) == [
+        "sft",
+        "sft.sft.json",
+        "traces.jsonl",
+    ]
+
+
+def test_stopped_and_called_again_it_ends_with_the_same_weights(tiny_config, tmp_path):
+    traces = write_traces(tmp_path / "traces.jsonl")
+    run_sft(tiny_config, traces, tmp_path / "straight")
+    reached = []
+    code = run_sft(
+        tiny_config,
+        traces,
+        tmp_path / "halved",
+        stop=lambda: len(reached) == 4,
+        progress=lambda *told: reached.append(told),
+    )
+    assert code == 75
+    assert run_sft(tiny_config, traces, tmp_path / "halved") == 0
+    straight, halved = load(tmp_path / "straight"), load(tmp_path / "halved")
+    pairs = zip(straight.parameters(), halved.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_checkpoint_of_other_traces_is_not_taken_up(tiny_config, tmp_path):
+    traces = write_traces(tmp_path / "traces.jsonl")
+    reached = []
+    run_sft(
+        tiny_config,
+        traces,
+        tmp_path / "out",
+        stop=lambda: len(reached) == 2,
+        progress=lambda *told: reached.append(told),
+    )
+    write_traces(traces, count=16)
+    steps = []
+    run_sft(tiny_config, traces, tmp_path / "out", progress=lambda *told: steps.append(told[:2]))
+    assert steps == [(step, 4) for step in range(1, 5)]
+
+
+def test_traces_are_read_from_spool_files_too(tmp_path):
+    SpoolWriter(tmp_path, 0).write(make_group(3, [1, 0]))
+    traces = read_traces(tmp_path)
+    assert len(traces) == 2
+    assert traces[0].tokens.tolist() == make_group(3, [1, 0]).trajectories[0].tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"tokens": [1]}', '{"tokens": [1, 2], "loss_mask": [true]}']
+)
+def test_a_line_that_is_no_trace_is_named(tmp_path, line):
+    (tmp_path / "t.jsonl").write_text('{"tokens": [1, 2], "loss_mask": [false, true]}\n' + line)
+    with pytest.raises(RecordError, match=r"t\.jsonl:2"):
+        read_traces(tmp_path / "t.jsonl")
+
+
+def test_no_traces_are_an_error(tmp_path):
+    with pytest.raises(RecordError, match="make them first"):
+        read_traces(tmp_path / "none")
+    with pytest.raises(RecordError, match="none of 0"):
+        read_traces(tmp_path)
+
+
+def test_context_tokens_weigh_less_and_with_zero_are_left_out():
+    trace = Trace(
+        tokens=np.array([5, 6, 7, 8], dtype=np.int32),
+        loss_mask=np.array([False, False, True, True]),
+    )
+    assert stack([trace], 0.25).weights.tolist() == [0.25, 1, 1]
+    without = stack([trace], 0.0)
+    assert without.targets.tolist() == [7, 8]
+    assert without.source.tolist() == [1, 2]
+
+
+def test_padding_changes_no_loss(tiny_model):
+    rng = np.random.default_rng(0)
+    short, long = (
+        Trace(
+            tokens=rng.integers(0, 64, size, dtype=np.int32),
+            loss_mask=np.ones(size, dtype=np.bool_),
+        )
+        for size in (6, 15)
+    )
+    model = load_model(tiny_model)
+    with torch.no_grad():
+        together = token_losses(model, stack([short, long], 0.3))
+        alone = [token_losses(model, stack([trace], 0.3)) for trace in (short, long)]
+    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+
+
+@given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 3))
+def test_an_epoch_deals_every_trace_once(count, batch, epoch):
+    traces = [
+        Trace(tokens=np.zeros(2 + i % 7, np.int32), loss_mask=np.zeros(2 + i % 7, np.bool_))
+        for i in range(count)
+    ]
+    batches = deal(traces, batch, seed=1, epoch=epoch)
+    assert sorted(index for dealt in batches for index in dealt) == list(range(count))
+    assert max(map(len, batches)) <= batch
+    assert batches == deal(traces, batch, seed=1, epoch=epoch)
+
+
+def test_newton_schulz_brings_singular_values_near_one():
+    torch.manual_seed(0)
+    values = torch.linalg.svdvals(orthogonalize(torch.randn(3, 16, 40)))
+    assert float(values.min()) > 0.6
+    assert float(values.max()) < 1.3
+
+
+def test_muon_agrees_with_torchs_own():
+    torch.manual_seed(0)
+    mine = [torch.nn.Parameter(torch.randn(shape)) for shape in ((8, 12), (12, 8), (8, 12))]
+    theirs = [torch.nn.Parameter(parameter.detach().clone()) for parameter in mine]
+    ours, other = Muon(mine, lr=0.1), torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0)
+    for _ in range(3):
+        for a, b in zip(mine, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        ours.step()
+        other.step()
+    for a, b in zip(mine, theirs, strict=True):
+        assert torch.allclose(a, b, atol=0.02)  # theirs iterates in bfloat16

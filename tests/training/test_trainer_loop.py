@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+from fabricate import fill_spool, make_group
+from safetensors.torch import load_file
+
+from agentrl import events as ev
+from agentrl.errors import NoSignalError, WaitTimeout
+from agentrl.handoff.spool import SpoolWriter, list_spool
+from agentrl.training.checkpoint import read_consumed
+from agentrl.training.loop import train
+from agentrl.weights.version import latest
+
+
+def go(config, *, attempt=1, stop=lambda: False, events=None):
+    return train(config, attempt=attempt, stop=stop, events=events or ev.NoEvents())
+
+
+def put(config, *groups):
+    writer = SpoolWriter(config.run_dir / "spool", 0)
+    return [writer.write(group) for group in groups]
+
+
+def consumed(config):
+    return read_consumed(config.run_dir / "checkpoints")
+
+
+def final_weights(config):
+    return load_file(latest(config.run_dir / "weights").folder / "model.safetensors")
+
+
+def stop_after(config, step):
+    """A stop that says yes once the trainer has announced `step`."""
+
+    def stop() -> bool:
+        announced = latest(config.run_dir / "weights")
+        return announced is not None and announced.step >= step
+
+    return stop
+
+
+def steps_of(writer):
+    return [event for event in ev.read(writer.path) if isinstance(event, ev.Step)]
+
+
+@pytest.fixture
+def events(tmp_path):
+    writer = ev.EventWriter(tmp_path / "events", "trainer")
+    yield writer
+    writer.close()
+
+
+def test_a_run_takes_its_steps_and_announces_the_last_as_done(tiny_config, events):
+    fill_spool(tiny_config, range(7))
+    assert go(tiny_config, events=events) == 0
+    announced = latest(tiny_config.run_dir / "weights")
+    assert (announced.version, announced.step, announced.done) == (3, 3, True)
+    assert announced.consumed == [[0, 5]]
+    assert consumed(tiny_config) == dict.fromkeys(range(6), "trained")
+    assert list(list_spool(tiny_config.run_dir / "spool")) == [6]
+    assert [event.step for event in steps_of(events)] == [1, 2, 3]
+
+
+def test_step_events_hold_the_metrics_and_the_times(tiny_config, events):
+    fill_spool(tiny_config, range(6), rewards=(1, 0, None, 1))
+    go(tiny_config, events=events)
+    step = steps_of(events)[1]
+    names = "reward loss grad_norm entropy ess gap clip_fraction staleness_mean staleness_max"
+    names += " zero_signal tokens padding lr groups infra_sandbox_lost"
+    assert set(names.split()) <= step.metrics.keys()
+    assert step.metrics["reward"] == pytest.approx(2 / 3)
+    assert step.metrics["infra_sandbox_lost"] == 2
+    assert step.metrics["staleness_max"] == 1
+    assert step.update_s > 0
+    assert step.publish_s > 0
+    assert step.checkpoint_s > 0
+
+
+def test_groups_that_cannot_be_trained_are_filtered_with_their_reasons(tiny_config, events):
+    tiny_config.training.steps = 1
+    dropped = make_group(1, [None, None])
+    object.__setattr__(dropped, "dropped", "all_lost")
+    [_, _, torn, *_] = put(
+        tiny_config,
+        make_group(0, [None, 1.0, None, None]),
+        dropped,
+        make_group(2, [1, 0]),
+        make_group(3, [1, 1, 1]),
+        make_group(4, [1, 0, 0]),
+    )
+    torn.write_bytes(torn.read_bytes()[:-20])
+    assert go(tiny_config, events=events) == 0
+    assert consumed(tiny_config) == {
+        0: "filtered:few_graded",
+        1: "filtered:all_lost",
+        2: "filtered:unreadable",
+        3: "filtered:zero_signal",
+        4: "trained",
+    }
+    assert os.listdir(torn.parent) == [f"{torn.name}.bad"]
+    drops = [event for event in ev.read(events.path) if isinstance(event, ev.Drop)]
+    assert {drop.draw: drop.reason for drop in drops}[2] == "unreadable"
+    assert steps_of(events)[0].metrics["filtered_unreadable"] == 1
+
+
+def test_a_group_older_than_the_bound_is_dropped_as_stale(tiny_config):
+    tiny_config.training.steps = 3
+    tiny_config.training.max_trained_staleness = 1
+    fill_spool(tiny_config, range(4))
+    put(tiny_config, make_group(4, [1, 0], version=0))
+    put(tiny_config, *(make_group(draw, [1, 0], version=2) for draw in (5, 6)))
+    go(tiny_config)
+    assert consumed(tiny_config)[4] == "filtered:stale"
+    assert consumed(tiny_config)[5] == "trained"
+
+
+def test_draws_filtered_while_waiting_are_announced_so_that_nodes_go_on(tiny_config):
+    put(tiny_config, make_group(0, [None, None]))
+    seen = []
+
+    def stop():
+        announced = latest(tiny_config.run_dir / "weights")
+        seen.append(announced.consumed)
+        return announced.consumed == [[0, 0]]
+
+    assert go(tiny_config, stop=stop) == 75
+    assert seen[-1] == [[0, 0]]
+    assert consumed(tiny_config) == {0: "filtered:few_graded"}
+
+
+def test_a_batch_without_signal_is_consumed_and_takes_no_step(tiny_config, events):
+    tiny_config.training.steps = 1
+    put(tiny_config, *(make_group(draw, [1, 1, 1]) for draw in (0, 1)))
+    put(tiny_config, *(make_group(draw, [1, 0]) for draw in (2, 3)))
+    assert go(tiny_config, events=events) == 0
+    assert consumed(tiny_config)[1] == "filtered:zero_signal"
+    [step] = steps_of(events)
+    assert (step.step, step.version, step.metrics["filtered_zero_signal"]) == (1, 1, 2)
+
+
+def test_a_run_that_never_has_signal_ends_with_an_error(tiny_config):
+    tiny_config.training.groups_per_step = 1
+    put(tiny_config, *(make_group(draw, [0, 0]) for draw in range(30)))
+    with pytest.raises(NoSignalError, match=r"mean reward is 0\.000"):
+        go(tiny_config)
+    assert len(consumed(tiny_config)) == 25
+
+
+def test_waiting_has_an_end_that_names_the_missing_draws(tiny_config):
+    tiny_config.training.wait_timeout_s = 0.1
+    tiny_config.training.groups_per_step = 3
+    put(tiny_config, make_group(1, [1, 0]))
+    with pytest.raises(WaitTimeout, match="missing draws are 0, 2"):
+        go(tiny_config)
+
+
+def test_stopping_saves_and_resuming_goes_on_from_there(tiny_config, events):
+    fill_spool(tiny_config, range(6))
+    assert go(tiny_config, stop=stop_after(tiny_config, 1)) == 75
+    assert consumed(tiny_config) == dict.fromkeys(range(2), "trained")
+    assert go(tiny_config, attempt=2, events=events) == 0
+    assert [event.step for event in steps_of(events)] == [2, 3]
+    assert latest(tiny_config.run_dir / "weights").attempt == 2
+
+
+def test_resuming_announces_the_checkpoint_again_under_the_new_attempt(tiny_config):
+    fill_spool(tiny_config, range(2))
+    go(tiny_config, stop=stop_after(tiny_config, 1))
+    before = latest(tiny_config.run_dir / "weights")
+    assert go(tiny_config, attempt=2, stop=lambda: True) == 75
+    after = latest(tiny_config.run_dir / "weights")
+    assert (after.version, after.checksum) == (before.version, before.checksum)
+    assert after.identity != before.identity
+
+
+def test_a_run_that_is_done_only_says_so_again(tiny_config):
+    fill_spool(tiny_config, range(6))
+    go(tiny_config)
+    assert go(tiny_config, attempt=2) == 0
+    assert latest(tiny_config.run_dir / "weights").done
+
+
+def test_six_steps_straight_equal_three_and_three_bit_for_bit(tiny_config):
+    tiny_config.training.steps = 6
+    tiny_config.training.max_trained_staleness = 6  # these groups all come from version 0
+    fill_spool(tiny_config, range(12))
+    go(tiny_config)
+    straight = final_weights(tiny_config)
+    tiny_config.name = "halved"
+    fill_spool(tiny_config, range(12))
+    assert go(tiny_config, stop=stop_after(tiny_config, 3)) == 75
+    assert go(tiny_config, attempt=2) == 0
+    halved = final_weights(tiny_config)
+    assert all(torch.equal(straight[name], halved[name]) for name in straight)
+
+
+def test_groups_that_come_while_the_trainer_waits_are_taken(tiny_config):
+    tiny_config.training.steps = 1
+    writing = threading.Timer(0.2, fill_spool, (tiny_config, range(2)))
+    writing.start()
+    assert go(tiny_config) == 0
+    writing.join()
+    assert len(consumed(tiny_config)) == 2
