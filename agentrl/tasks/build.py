@@ -1,4 +1,4 @@
-"""Makes the rows of a split: draws plans, has them run in probe processes, keeps those that prove."""
+"""Makes the rows of a split: draws plans, has probe processes run them, keeps what proves."""
 
 from __future__ import annotations
 

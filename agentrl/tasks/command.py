@@ -8,5 +8,5 @@ _SPECIAL = str.maketrans({char: f"\\{char}" for char in r"\*.[]^$"})
 
 
 def try_command(line: int, old: str, new: str) -> str:
-    """Return the shell command that replaces the first `old` on `line` and hands in if that mends it."""
+    """Return the command that replaces the first `old` on `line` and hands in if that mends it."""
     return f"{OPEN}{line}s|{old.translate(_SPECIAL)}|{new}|{CLOSE}"

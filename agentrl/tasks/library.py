@@ -1,4 +1,4 @@
-"""The functions that bugs are planted in: parsed from functions.txt, rendered with new names and numbers."""
+"""The functions that bugs are planted in: read from functions.txt, rendered with new names."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import tokenize
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import pairwise
 
-SYLLABLES = tuple("ba be bo da de du fa fi fo ga gu ka ki ko la li lu ma mi mo na ne no pa".split())
+_SYLLABLES = "ba be bo da de du fa fi fo ga gu ka ki ko la li lu ma mi mo na ne no pa"
+SYLLABLES = tuple(_SYLLABLES.split(" "))
 """Every identifier is two of these, so that a tokenizer always splits it in the same way."""
 CONSTANTS = (3, 39)
 _FIXED = frozenset(dir(builtins)) | frozenset(keyword.kwlist)
@@ -81,7 +83,7 @@ def _parse(module: str, block: str) -> Template:
 
 
 def _cut(source: str) -> list[str]:
-    """Cut at names; a method's name (after a dot) stays glued to its dot, so it is never replaced."""
+    """Cut at names; a method's name stays glued to its dot, so it is never replaced."""
     lines = source.splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -92,7 +94,7 @@ def _cut(source: str) -> list[str]:
         if token.type == tokenize.NAME and source[begin - 1 : begin] != ".":
             cuts |= {begin, begin + len(token.string)}
     edges = sorted(cuts)
-    return [source[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [source[a:b] for a, b in pairwise(edges)]
 
 
 def _is_replaced(piece: str) -> bool:

@@ -1,4 +1,4 @@
-"""A random Qwen3-shaped model for the repair tasks, and the byte-level BPE tokenizer made for them."""
+"""A random Qwen3-shaped model, and the byte-level BPE tokenizer of the repair tasks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _PIECES = r"\d{1,2}|[bcdfghjklmnpqrstvwxyz][aeiou]|\s+|[^\s\d]"
 
 
 def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train on `texts`; syllables and numbers up to 99 become tokens, fixed phrases are added whole."""
+    """Train on `texts`: syllables and numbers become tokens; fixed phrases are added whole."""
     added = [*_BOILERPLATE, *_PYTHON]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -89,7 +89,9 @@ def make_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizer
     )
 
 
-def make_model(config: ModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+def make_model(
+    config: ModelConfig, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> Qwen3ForCausalLM:
     """Return a random model with tied embeddings, the same one for the same seed."""
     torch.manual_seed(seed)
     shape = Qwen3Config(
@@ -113,7 +115,7 @@ def make_model(config: ModelConfig, tokenizer: PreTrainedTokenizerFast, seed: in
 def save_model(
     folder: Path, model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: object
 ) -> None:
-    """Write Hugging Face's layout in one rename, with `settings` beside it; replaces an older folder."""
+    """Write Hugging Face's layout, with `settings` beside it, in one rename."""
     temporary = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary)

@@ -1,6 +1,6 @@
 """Runs drafts of `repair` tasks in one process: picks the tests and records what each of them does.
 
-`python -m agentrl.tasks.probe` reads a Draft a line on stdin and writes a Proved (or null) a line on stdout.
+`python -m agentrl.tasks.probe` reads a Draft a line and writes a Proved, or null, a line.
 One process for thousands of drafts: a process each would cost 30 ms and more instead of 2.
 """
 
@@ -13,12 +13,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-LIMIT_S = 0.02
-"""CPU time for all calls of one version, some hundred times the usual: a bug can loop for ever."""
+LIMIT_S = 0.1
+"""CPU time for all calls of one version, many times the usual: a bug can loop for ever."""
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +44,13 @@ class Proved(msgspec.Struct, frozen=True, kw_only=True):
     """As in `assert f(2) == 3 # got 4`."""
 
 
+class Calls(NamedTuple):
+    """Calls compiled as one list of functions: a compilation each would take most of the time."""
+
+    code: CodeType
+    size: int
+
+
 class CallTimeout(BaseException):
     """Not an Exception, so that the code under test does not catch it."""
 
@@ -51,7 +58,7 @@ class CallTimeout(BaseException):
 def prove(draft: Draft) -> Proved | None:
     """Choose the tests and run them on gold and bug; None when the bug changes no test."""
     thunks = ", ".join(f"lambda: {call}" for call in draft.calls)
-    calls = compile(f"[{thunks}]", "<calls>", "eval")
+    calls = Calls(compile(f"[{thunks}]", "<calls>", "eval"), len(draft.calls))
     gold = _outcomes(draft.gold, calls)
     bug = _outcomes(draft.bug, calls)
     usable = [i for i, outcome in enumerate(gold) if not outcome.startswith("!")]
@@ -68,11 +75,12 @@ def prove(draft: Draft) -> Proved | None:
     if not all(passes_gold.values()) or not fail_to_pass:
         return None
     first = next(i for i in chosen if gold[i] != bug[i])
+    got = bug[first].removeprefix("!")
     return Proved(
         test_source=test_source,
         fail_to_pass=fail_to_pass,
         pass_to_pass=[f"{file}::{name}" for name, ok in passes_bug.items() if ok],
-        first_failure=f"assert {draft.calls[first]} == {gold[first]} # got {bug[first].lstrip('!')}",
+        first_failure=f"assert {draft.calls[first]} == {gold[first]} # got {got}",
     )
 
 
@@ -98,20 +106,17 @@ def _passes(test: Any) -> bool:
     return True
 
 
-def _outcomes(source: str, calls: CodeType) -> list[str]:
+def _outcomes(source: str, calls: Calls) -> list[str]:
     """Return the repr of each call's value, or `!` and the name of what it raised."""
     scope: dict[str, Any] = {}
     found: list[str] = []
-    count = 0
     try:
         with _bounded():
             exec(compile(source, "<module>", "exec"), scope)  # our own functions
-            thunks = eval(calls, scope)
-            count = len(thunks)
-            for thunk in thunks:
+            for thunk in eval(calls.code, scope):
                 found.append(_outcome(thunk))
     except CallTimeout:
-        found += ["!CallTimeout"] * (count - len(found))
+        found += ["!CallTimeout"] * (calls.size - len(found))
     return found
 
 
@@ -149,7 +154,9 @@ def _write_tests(draft: Draft, chosen: list[int], gold: list[str]) -> str:
 
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S, LIMIT_S)  # again and again: one may be swallowed
+    signal.setitimer(
+        signal.ITIMER_VIRTUAL, LIMIT_S, LIMIT_S
+    )  # again and again: one may be swallowed
     try:
         yield
     finally:

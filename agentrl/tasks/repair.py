@@ -104,7 +104,9 @@ def plan(wanted: Wanted, rng: random.Random) -> Plan | None:
     members = [template, *(library()[name] for name in rng.sample(others, wanted.functions - 1))]
     rng.shuffle(members)
     stock = new_names(rng, sum(len(member.names) for member in members), wanted.names)
-    sources, calls, first_line = [], [], 0
+    sources: list[str] = []
+    calls: list[list[str]] = []
+    first_line = 0
     for member in members:
         names = dict(zip(member.names, (stock.pop() for _ in member.names), strict=True))
         constants = _constants(member, wanted.is_reserved, rng)
@@ -124,7 +126,8 @@ def plan(wanted: Wanted, rng: random.Random) -> Plan | None:
     rivals = [
         other
         for other in edits(buggy)
-        if is_addressable(other, buggy) and (other.line, other.old, other.new) != (fix.line, fix.old, fix.new)
+        if is_addressable(other, buggy)
+        and (other.line, other.old, other.new) != (fix.line, fix.old, fix.new)
     ]
     own = calls.pop(where)
     return Plan(

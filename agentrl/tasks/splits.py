@@ -1,4 +1,4 @@
-"""Which bugs, names and numbers each split may use, so that the held-out ones were never trained on."""
+"""Which bugs, names and numbers each split may use: the held-out ones are never trained on."""
 
 from __future__ import annotations
 
