@@ -6,14 +6,16 @@ Precedence: defaults < extended files < file < command line (`key=value`).
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from agentrl.config_layers import dotlist, read, refuse_unknown
 from agentrl.errors import ConfigError
 
 
@@ -22,7 +24,7 @@ class ModelConfig:
     path: str = "data/demo/model"
     """Folder of the starting model, in Hugging Face's layout (config, safetensors, tokenizer)."""
     init: str = "none"
-    """`none`: the folder must exist. `qwen3`: `prepare` makes a random one there, and its tokenizer."""
+    """`none`: the folder must exist. `qwen3`: `prepare` makes a random one, with a tokenizer."""
     hidden_size: int = 128
     """Width of a model made by `init`."""
     intermediate_size: int = 256
@@ -311,18 +313,20 @@ NESTED = (
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` with what it extends, lay `overrides` over it, check it whole."""
-    chosen = OmegaConf.merge(_read(Path(path), ()), _dotlist(overrides))
+    chosen = OmegaConf.merge(read(Path(path)), dotlist(overrides))
     return resolve(cast(DictConfig, chosen), f"{path}")
 
 
 def resolve(chosen: DictConfig, where: str) -> RunConfig:
     """Lay `chosen` over the schema. Raises ConfigError; an unknown key names its neighbours."""
-    _refuse_unknown(OmegaConf.to_container(chosen), where)
+    refuse_unknown(OmegaConf.to_container(chosen), known_keys(), where)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), chosen)
         config = cast(RunConfig, OmegaConf.to_object(merged))
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{where}: {str(error).splitlines()[0]} (key {error.full_key})") from error
+        raise ConfigError(
+            f"{where}: {str(error).splitlines()[0]} (key {error.full_key})"
+        ) from error
     check(config)
     return config
 
@@ -337,7 +341,7 @@ def check(config: RunConfig) -> None:
     for key in POSITIVE:
         if (found := get(config, key)) < 1:
             raise ConfigError(f"{key}={found}: must be 1 or more")
-    for inner, outer in zip(NESTED, NESTED[1:], strict=False):
+    for inner, outer in pairwise(NESTED):
         if not 0 < get(config, inner) < get(config, outer):
             raise ConfigError(
                 f"timeouts do not nest: {inner}={get(config, inner)} must be over 0 and under "
@@ -360,7 +364,7 @@ def check(config: RunConfig) -> None:
         )
     if config.agent.temperature <= 0:
         raise ConfigError(
-            f"agent.temperature={config.agent.temperature}: training samples, so it must be over 0; "
+            f"agent.temperature={config.agent.temperature}: training samples, so must be over 0; "
             "evaluation.temperature=0 is the greedy one"
         )
 
@@ -392,50 +396,3 @@ def known_keys(kind: type = RunConfig, prefix: str = "") -> list[str]:
         else:
             keys.append(prefix + item.name)
     return keys
-
-
-def _read(path: Path, chain: tuple[Path, ...]) -> DictConfig:
-    if path.resolve() in chain:
-        raise ConfigError(f"{path}: extends itself by way of {chain[-1]}; break the circle")
-    if not path.is_file():
-        raise ConfigError(f"config {path}: no such file (from {Path.cwd()}); give the path of a YAML")
-    try:
-        own = OmegaConf.load(path)
-    except Exception as error:  # yaml and omegaconf each have several kinds
-        raise ConfigError(f"{path}: not readable as YAML: {error}") from error
-    if not isinstance(own, DictConfig):
-        raise ConfigError(f"{path}: holds no mapping; a config is `key: value` lines")
-    parents = own.pop("extends", [])
-    layers = [
-        _read(path.parent / name, (*chain, path.resolve()))
-        for name in ([parents] if isinstance(parents, str) else parents)
-    ]
-    return cast(DictConfig, OmegaConf.merge(*layers, own))
-
-
-def _dotlist(overrides: Iterable[str]) -> DictConfig:
-    bad = [item for item in overrides if "=" not in item or item.startswith("-")]
-    if bad:
-        raise ConfigError(f"override {bad[0]!r}: must read key=value, as in training.steps=10")
-    return OmegaConf.from_dotlist(list(overrides))
-
-
-def _refuse_unknown(tree: Any, where: str) -> None:
-    known = known_keys()
-    sections = {key.rpartition(".")[0] for key in known} - {""}
-    for key in _leaves(tree):
-        if key in known:
-            continue
-        if key in sections:
-            raise ConfigError(f"{where}: {key} is a section; give its keys, as in {key}.NAME: value")
-        near = difflib.get_close_matches(key, known, n=3, cutoff=0.5) or [
-            name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]
-        ]
-        hint = f"; near it are {', '.join(near)}" if near else ""
-        raise ConfigError(f"{where}: unknown key {key!r}{hint}")
-
-
-def _leaves(tree: Any, prefix: str = "") -> Iterable[str]:
-    if not isinstance(tree, dict) or not tree:
-        return [prefix.rstrip(".")] if prefix else []
-    return [key for name, value in tree.items() for key in _leaves(value, f"{prefix}{name}.")]

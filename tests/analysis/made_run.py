@@ -72,7 +72,7 @@ def write_training(folder: Path, made: Made, random: Random) -> None:
     write_rollout(folder, made, begin, clock, random)
     line = {"attempt": 1, "began": "started", "ended": "killed", "step_begin": 0, "step_end": 60}
     second = {"attempt": 2, "began": "resumed", "ended": "done", "step_begin": 60, "step_end": 110}
-    times = [(begin, begin + 220), (begin + 240, clock)]
+    times = [(begin, begin + (clock - begin) / 2), (begin + (clock - begin) / 2, clock)]
     with (folder / "ledger.jsonl").open("w") as file:
         for fields, (started, finished) in zip((line, second), times, strict=True):
             file.write(json.dumps(fields | {"started": started, "finished": finished}) + "\n")

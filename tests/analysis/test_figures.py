@@ -61,6 +61,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_run(tmp_path_factory.mktemp("runs") / "demo", Made(steps=12, resume_at=6))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
 def test_every_figure_writes_png_svg_and_csv_and_says_what_it_shows(figure, made: Path) -> None:
     written = figure.write(load_run(made))
@@ -182,10 +183,10 @@ def test_the_paired_difference_is_over_tasks_that_both_have(tmp_path: Path) -> N
 
 
 def test_words_tell_whether_intervals_overlap(tmp_path: Path) -> None:
-    for name, low, high in (("near", 4, 5), ("far", 2, 9)):
+    for name, low, high in (("near", 40, 44), ("far", 20, 90)):
         folder = tmp_path / name
-        write_summary(folder, "sft", "held_out", 1.0, [[i < low] for i in range(10)])
-        write_summary(folder, "rl", "held_out", 1.0, [[i < high] for i in range(10)])
+        write_summary(folder, "sft", "held_out", 1.0, [[i < low] for i in range(100)])
+        write_summary(folder, "rl", "held_out", 1.0, [[i < high] for i in range(100)])
     said = [solve_rate.verdict(solve_rate.table(load_run(tmp_path / n))) for n in ("near", "far")]
     assert "intervals overlap." in said[0]
     assert "intervals do not overlap." in said[1]
@@ -198,6 +199,7 @@ def test_without_a_cooler_temperature_nothing_is_claimed_of_sharpening(tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_a_figure_runs_alone(made: Path) -> None:
     command = [sys.executable, "-m", "analysis.faults", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
