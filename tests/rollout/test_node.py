@@ -1,0 +1,136 @@
+"""One node for real: embedded engine, worker processes, sandboxes of the host, a random model."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from transformers import AutoModelForCausalLM
+
+from agentrl.config import RunConfig, save
+from agentrl.errors import TooManyInfraFailures
+from agentrl.events import EventWriter, TrajectoryEvent, read_folder
+from agentrl.handoff.spool import list_spool, read_group
+from agentrl.rollout.node import run_node
+from agentrl.tasks.prepare import prepare
+from agentrl.weights.version import publish_version, reannounce
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Tasks and a random model, made once."""
+    folder = tmp_path_factory.mktemp("it's data")
+    prepare(settings(folder))
+    return folder
+
+
+def settings(data, runs=None):
+    config = RunConfig(name="node", runs_dir=str(runs or data))
+    config.model.init, config.model.path = "qwen3", str(data / "model")
+    config.model.hidden_size, config.model.intermediate_size, config.model.layers = 32, 64, 1
+    config.model.heads, config.model.head_dim = 2, 16
+    config.tasks.folder = str(data / "tasks")
+    config.tasks.train, config.tasks.held_out = 24, 4
+    config.sft.traces = 20
+    config.tasks.unseen_sites = config.tasks.unseen_functions = 2
+    config.sandbox.kind = "process"
+    config.agent.prompts = str(ROOT / config.agent.prompts)
+    config.agent.tokens_per_turn = 8
+    config.rollout.workers = 2
+    config.rollout.attempts_per_task = 2
+    config.training.groups_per_step = 3
+    return config
+
+
+def publish(config, version, done=False):
+    model = AutoModelForCausalLM.from_pretrained(config.model.path)
+    return publish_version(
+        config.run_dir / "weights",
+        run=config.name,
+        attempt=1,
+        version=version,
+        step=version,
+        tensors=model.named_parameters(),
+        model_folder=Path(config.model.path),
+        consumed=[[0, 2]] if version else [],
+        done=done,
+    )
+
+
+def begin(config):
+    config.run_dir.mkdir(parents=True)
+    save(config, config.run_dir / "config.yaml")
+    return asyncio.create_task(
+        run_node(
+            config,
+            node=0,
+            attempt=1,
+            stop=lambda: False,
+            events=EventWriter(config.run_dir / "events", "inference", node="0"),
+        )
+    )
+
+
+async def until(condition, running):
+    deadline = time.monotonic() + 200
+    while not condition():
+        if running.done():
+            running.result()
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def workers():
+    children = psutil.Process().children(recursive=True)
+    alive = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
+    return [one for one in alive if "agentrl.rollout.worker" in one.cmdline()]
+
+
+def test_a_node_serves_versions_and_restarts_a_killed_worker(data, tmp_path):
+    config = settings(data, tmp_path)
+    spool = config.run_dir / "spool"
+
+    async def run():
+        running = begin(config)
+        publish(config, 0)
+        await until(lambda: len(list_spool(spool)) == 6, running)
+        os.kill(workers()[0].pid, signal.SIGKILL)
+        await until(lambda: len(workers()) == 2, running)
+        announced = publish(config, 1)
+        await until(lambda: len(list_spool(spool)) == 9, running)
+        reannounce(config.run_dir / "weights", announced, done=True)
+        return await running
+
+    assert asyncio.run(run()) == 0
+    groups = [read_group(path) for path in list_spool(spool).values()]
+    assert [group.draw for group in groups] == list(range(9))
+    versions = [
+        {span.version for one in group.trajectories for span in one.versions} for group in groups
+    ]
+    assert versions[:6] == [{0}] * 6
+    assert versions[6:] == [{1}] * 3
+    assert all(one.reward is not None for group in groups for one in group.trajectories)
+    ends = read_folder(config.run_dir / "events")
+    assert sum(isinstance(event, TrajectoryEvent) for event in ends) >= 18
+    assert workers() == []
+
+
+def test_a_nodes_workers_hand_up_the_table_of_causes(data, tmp_path):
+    config = settings(data, tmp_path)
+    config.sandbox.start_timeout_s = 1e-4
+    config.rollout.infra_window = 10
+
+    async def run():
+        running = begin(config)
+        publish(config, 0)
+        await running
+
+    with pytest.raises(TooManyInfraFailures, match="sandbox_start"):
+        asyncio.run(run())
+    assert workers() == []
