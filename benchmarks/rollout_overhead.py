@@ -284,10 +284,8 @@ def delays_of(
     """Measure `many` at once, with waits as of a GPU engine; 0 shows the machine's own delays."""
     waits = Waits(start=(0, 10), model=(8, 24), command=(0.05, 0.5))
     begun, cpu = time.perf_counter(), time.process_time()
-    run: Awaitable[Any] = asyncio.sleep(10)
-    if many:
-        run = ours(tokens, prompts, many, options.many_turns, waits)
-    delays = asyncio.run(loop_delay(run))
+    work = ours(tokens, prompts, many, options.many_turns, waits) if many else asyncio.sleep(10)
+    delays = asyncio.run(loop_delay(work))
     wall_s = time.perf_counter() - begun
     return {
         "waits_s": {"start": waits.start, "model": waits.model, "command": waits.command},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -388,3 +390,9 @@ def test_a_greedy_evaluation_may_ask_for_temperature_zero(
         )
     )
     assert engine.samplings[0].temperature == 0.0
+
+
+def test_importing_the_loop_loads_no_model_library() -> None:
+    check = "import sys, agentrl.agent.loop; print({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
