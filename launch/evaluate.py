@@ -86,13 +86,9 @@ def run(config: RunConfig, model: Path, out: Path) -> int:
 
     role = functools.partial(evaluation_role, str(out / "config.yaml"), str(model), str(out))
     job = submit(out, {"evaluate": role}, nodes={}, grace_s=config.grace_s)
-    return watch(
-        job,
-        StopFlag().install(),
-        Bar(out.name, min(tasks, config.evaluation.tasks or tasks)),
-        update,
-        grace_s=config.grace_s,
-    )
+    bar = Bar(out.name, min(tasks, config.evaluation.tasks or tasks))
+    with StopFlag() as stop:
+        return watch(job, stop, bar, update, grace_s=config.grace_s)
 
 
 def evaluation_role(config_path: str, model: str, out: str) -> Answer:

@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
         say(f"{folder / 'model'} is there already; remove {folder} to make it anew")
         return DONE
     publish_bytes(folder / "config.yaml", schema.to_yaml(config).encode())
-    stop = StopFlag().install()
-    code = make_traces(config, folder, stop) or fine_tune(config, folder, stop)
+    with StopFlag() as stop:
+        code = make_traces(config, folder, stop) or fine_tune(config, folder, stop)
     if code == SAVED:
         say(f"saved; the same command goes on:\n$ agentrl sft {shlex.join(argv)}")
     elif code == DONE:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
-from types import FrameType
+from types import FrameType, TracebackType
+from typing import Any
 
 from agentrl.events import Signal, Writer, now
 
@@ -15,6 +16,8 @@ STOP_FILE_POLL_S = 0.5
 
 class StopFlag:
     """Whether somebody asked for the end: USR2, TERM, INT, or the run's stop file.
+
+    As a context manager it gives the signals back at the end; `install` alone keeps them.
 
     Calling it is cheap; it bears signals that come twice. `cause` is `USR2`, `STOP`, …
     """
@@ -26,12 +29,25 @@ class StopFlag:
         self._events = events
         self._is_told = False
         self._next_look = 0.0
+        self._before: dict[int, Any] = {}
 
     def install(self) -> StopFlag:
         """Take the signals over; main thread only."""
         for number in ASK_TO_STOP:
-            signal.signal(number, self._came)
+            self._before[number] = signal.signal(number, self._came)
         return self
+
+    def __enter__(self) -> StopFlag:
+        return self.install()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def __call__(self) -> bool:
         if not self.cause and self._is_file_there():

@@ -20,6 +20,7 @@ from launch.progress import Bar, EventTail, Standing
 from launch.roles import inference_role, trainer_role
 from launch.run_dir import RunDir, begin_attempt
 from launch.signals import StopFlag
+from launch.sweep import sweep_run
 from slurm import exit_record, ledger
 from slurm.exit_record import ExitRecord
 from slurm.local import HetLocalExecutor, HetLocalJob
@@ -39,9 +40,9 @@ def supervise(run: RunDir, argv: Sequence[str], *, began: str, roles: Roles = RO
     """
     config = run.config()
     run.stop_file.unlink(missing_ok=True)
-    stop = StopFlag(run.stop_file).install()
     is_by_person = True
-    with Bar(run.name, config.training.steps) as bar:
+    sweep_run(run.path)
+    with StopFlag(run.stop_file) as stop, Bar(run.name, config.training.steps) as bar:
         while True:
             number = begin_attempt(run, argv)
             launch = Launch(run=run, config=config, number=number, stop=stop, bar=bar, roles=roles)
@@ -52,6 +53,7 @@ def supervise(run: RunDir, argv: Sequence[str], *, began: str, roles: Roles = RO
             began, is_by_person = verdict.reason, False
             if stop.cause == "USR2":
                 stop.reset()
+    sweep_run(run.path)
     _tell(run, number, verdict)
     return verdict.code
 

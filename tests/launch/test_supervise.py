@@ -138,6 +138,7 @@ def test_ctrl_c_saves_and_names_the_command_that_goes_on(run: RunDir, start: Sta
     assert status.facts(run)["state"] == "saved"
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_kills_what_does_not_listen(run: RunDir, start: Start) -> None:
     launcher = start("hangs")
     up = run.path / "trainer-is-up-1"
@@ -150,6 +151,7 @@ def test_a_second_ctrl_c_kills_what_does_not_listen(run: RunDir, start: Start) -
     assert not is_alive(int(up.read_text()))
 
 
+@pytest.mark.slow
 def test_a_time_limit_signal_saves_and_begins_another_attempt(run: RunDir, start: Start) -> None:
     launcher = start("saves_when_asked")
     until((run.path / "trainer-is-up-1").is_file, "the trainer is up")
@@ -160,6 +162,7 @@ def test_a_time_limit_signal_saves_and_begins_another_attempt(run: RunDir, start
     assert [line.action for line in ledger.read(run.path)] == ["requeue", "stop"]
 
 
+@pytest.mark.slow
 def test_stop_asks_and_waits_for_the_end(run: RunDir, start: Start) -> None:
     launcher = start("saves_when_asked")
     until((run.path / "trainer-is-up-1").is_file, "the trainer is up")
@@ -170,6 +173,7 @@ def test_stop_asks_and_waits_for_the_end(run: RunDir, start: Start) -> None:
     assert finish(launcher)[0] == 75
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_nothing_and_its_attempt_is_told(
     run: RunDir, start: Start
 ) -> None:
