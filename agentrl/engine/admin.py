@@ -11,7 +11,7 @@ import msgspec
 
 from agentrl.engine.capabilities import Capabilities, capabilities
 
-QUICK_S = 5.0
+QUICK_S = 30.0
 """Longest that an answer about the state may take, seconds."""
 
 

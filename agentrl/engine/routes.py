@@ -97,7 +97,7 @@ class Routes:
         try:
             return _json(self._answer(await future, body))
         except asyncio.CancelledError:  # the client went away
-            self._scheduler.abort(request.rid)
+            self._scheduler.cancel(request)
             raise
 
     async def abort(self, http: web.Request) -> web.Response:

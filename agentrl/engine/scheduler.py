@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -20,6 +21,8 @@ from agentrl.errors import RecordError
 from agentrl.weights.version import tensor_checksum
 
 log = logging.getLogger(__name__)
+COMPUTE_FAILED = 70
+"""Exit code of a server whose compute thread failed."""
 PauseMode = Literal["abort", "in_place", "retract"]
 Result = TypeVar("Result")
 
@@ -76,7 +79,13 @@ class Scheduler:
 
     def abort(self, prefix: str, *, everything: bool = False) -> Future[int]:
         """End all requests whose rid starts with `prefix`; returns how many."""
-        return self._call(lambda: self._abort(prefix, everything))
+        return self._call(
+            lambda: self._abort(lambda request: everything or request.rid.startswith(prefix))
+        )
+
+    def cancel(self, request: Request) -> None:
+        """End this very request, whose client is gone."""
+        self._inbox.put(lambda: self._cancel(request))
 
     def pause(self, mode: PauseMode) -> Future[None]:
         return self._call(lambda: self._pause(mode))
@@ -107,6 +116,13 @@ class Scheduler:
         return len(self.waiting) + len(self._held)
 
     def run(self) -> None:
+        try:
+            self._run()
+        except BaseException:
+            log.exception("the compute thread failed; the engine ends, for nothing can answer now")
+            os._exit(COMPUTE_FAILED)
+
+    def _run(self) -> None:
         with torch.inference_mode():
             while not self._is_stopping:
                 self._read_inbox(block=not self._has_work())
@@ -155,10 +171,10 @@ class Scheduler:
         self.counters.cached_tokens += request.cached
         request.deliver(Answer(request, finish, self.batch.model.version))
 
-    def _abort(self, prefix: str, everything: bool) -> int:
-        def is_meant(request: Request) -> bool:
-            return everything or request.rid.startswith(prefix)
+    def _cancel(self, request: Request) -> None:
+        self._abort(lambda other: other is request)
 
+    def _abort(self, is_meant: Callable[[Request], bool]) -> int:
         gone = [request for request in (*self.waiting, *self._held) if is_meant(request)]
         self.waiting = [request for request in self.waiting if not is_meant(request)]
         self._held = [request for request in self._held if not is_meant(request)]
@@ -173,7 +189,7 @@ class Scheduler:
 
     def _pause(self, mode: PauseMode) -> None:
         if mode == "abort":
-            self._abort("", everything=True)
+            self._abort(lambda request: True)
         if mode == "retract":
             self._retract()
         self.paused = mode

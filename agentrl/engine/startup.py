@@ -15,7 +15,7 @@ from agentrl.config import EngineConfig
 from agentrl.engine.command import StartOptions, engine_command
 from agentrl.engine.process import EngineProcess, tail
 from agentrl.errors import LaunchError, WaitTimeout
-from agentrl.weights.version import Announced
+from agentrl.weights.version import Announced, lease, release
 
 POLL_S = 0.05
 
@@ -26,6 +26,22 @@ class Ready:
 
     file: Path | None = None
     url: str | None = None
+
+
+class Leased:
+    """Keeps an announced version from being pruned while an engine reads it."""
+
+    def __init__(self, announced: Announced | None, owner: str) -> None:
+        self._announced = announced
+        self._owner = owner
+
+    def __enter__(self) -> None:
+        if self._announced is not None:
+            lease(self._announced.folder.parent, self._announced.version, self._owner)
+
+    def __exit__(self, *end: object) -> None:
+        if self._announced is not None:
+            release(self._announced.folder.parent, self._announced.version, self._owner)
 
 
 async def launch(

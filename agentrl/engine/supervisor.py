@@ -16,10 +16,10 @@ from agentrl.config import EngineConfig
 from agentrl.engine.admin import EngineAdmin
 from agentrl.engine.capabilities import Capabilities
 from agentrl.engine.process import EngineProcess, tail
-from agentrl.engine.startup import launch, wait_until_ready
+from agentrl.engine.startup import Leased, launch, wait_until_ready
 from agentrl.errors import LaunchError, RecordError, VersionError, WaitTimeout
 from agentrl.events import EngineFault, EngineState, VersionEvent, Writer, now
-from agentrl.weights.version import Announced, lease, release
+from agentrl.weights.version import Announced
 
 RESTART_WINDOW_S = 600.0
 LOAD_EVERY_S = 1.0
@@ -71,7 +71,7 @@ class EngineSupervisor:
         model: Path,
         logs: Path,
         events: Writer,
-        unresponsive_s: float = 20.0,
+        unresponsive_s: float = 30.0,
     ) -> None:
         self._config = config
         self._model = model
@@ -180,7 +180,7 @@ class EngineSupervisor:
             raise RuntimeError("EngineSupervisor is used before start()")
         self._state(engine, "starting")
         announced = self._announced
-        with _Leased(announced, engine.name):
+        with Leased(announced, engine.name):
             engine.process, ready = await launch(
                 self._config, engine.index, self._model, announced, engine.log
             )
@@ -231,7 +231,7 @@ class EngineSupervisor:
         mode = able.pause_mode(self._config.pause_mode)
         self._state(engine, "paused")
         await admin.pause(mode)
-        with _Leased(announced, engine.name):
+        with Leased(announced, engine.name):
             message = await admin.update(
                 announced.folder, announced.version, is_flushing=mode != "in_place"
             )
@@ -255,7 +255,7 @@ class EngineSupervisor:
 
         Where the engine hashes as we do, its checksum must be the announced one. SGLang's hashes
         are its own: there the label must fit and the hashes must have changed, which proves that
-        some other weights arrived, not which.
+        some other weights arrived, not which; after a start, the label alone.
         """
         version = 0 if announced is None else announced.version
         found = await admin.weight_version()
@@ -364,22 +364,6 @@ class EngineSupervisor:
         self._events.write(
             VersionEvent(start=at, end=at, version=version, phase="refused", engine=engine.name)
         )
-
-
-class _Leased:
-    """Keeps an announced version from being pruned while an engine reads it."""
-
-    def __init__(self, announced: Announced | None, owner: str) -> None:
-        self._announced = announced
-        self._owner = owner
-
-    def __enter__(self) -> None:
-        if self._announced is not None:
-            lease(self._announced.folder.parent, self._announced.version, self._owner)
-
-    def __exit__(self, *end: object) -> None:
-        if self._announced is not None:
-            release(self._announced.folder.parent, self._announced.version, self._owner)
 
 
 async def _first(

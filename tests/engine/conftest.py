@@ -121,7 +121,9 @@ class Server:
             assert time.monotonic() < until, f"{self.load()} never had {count} running"
 
 
-def generate_body(ids: list[int], new: int, rid: str | None = None, **params: Any) -> dict[str, Any]:
+def generate_body(
+    ids: list[int], new: int, rid: str | None = None, **params: Any
+) -> dict[str, Any]:
     sampling = {"max_new_tokens": new, "temperature": 1.0, "ignore_eos": True, **params}
     return {"input_ids": ids, "rid": rid, "return_logprob": True, "sampling_params": sampling}
 
@@ -131,7 +133,14 @@ def start_server(model: Path, folder: Path, *flags: str) -> Server:
     process = subprocess.Popen(
         [
             *(sys.executable, "-m", "agentrl.engine.server", "--model", str(model)),
-            *("--context-length", str(CONTEXT), "--ready-file", str(ready), "--watch-stdin", *flags),
+            *(
+                "--context-length",
+                str(CONTEXT),
+                "--ready-file",
+                str(ready),
+                "--watch-stdin",
+                *flags,
+            ),
         ],
         stdin=subprocess.PIPE,
         start_new_session=True,

@@ -70,7 +70,9 @@ def assert_scores(requests: list[Request], reference: Score, temperature: float)
 def test_a_mixed_batch_has_the_log_probabilities_of_a_plain_forward(
     batch: Batch, reference: Score, temperature: float
 ) -> None:
-    asked = [ask(ids, new=1 + 3 * at, temperature=temperature) for at, ids in enumerate(prompts(20))]
+    asked = [
+        ask(ids, new=1 + 3 * at, temperature=temperature) for at, ids in enumerate(prompts(20))
+    ]
     run(batch, asked)
     assert [len(output(one)) for one in asked] == [1 + 3 * at for at in range(20)]
     assert_scores(asked, reference, temperature)
@@ -96,7 +98,7 @@ def test_a_long_prompt_is_prefilled_in_chunks(batch: Batch, reference: Score) ->
 def test_the_next_turn_reuses_the_whole_conversation(batch: Batch, reference: Score) -> None:
     first = ask(prompts(1)[0] + [1, 2, 3], new=12)
     run(batch, [first])
-    second = ask(first.tokens.tolist() + [7, 8, 9], new=12)
+    second = ask([*first.tokens.tolist(), 7, 8, 9], new=12)
     run(batch, [second])
     assert second.cached == len(first.tokens) - 1  # the last token sampled has no keys yet
     assert_scores([first, second], reference, 1.0)

@@ -148,7 +148,9 @@ def test_in_place_an_update_is_done_but_the_flush_is_refused(
 ) -> None:
     start(server, pool, 1)
     server.post("/pause_generation", mode="in_place")
-    answer = server.post("/update_weights_from_disk", model_path=str(other_model), weight_version="7")
+    answer = server.post(
+        "/update_weights_from_disk", model_path=str(other_model), weight_version="7"
+    )
     assert (answer.status, answer.json()["success"]) == (400, False)
     assert "not flushed" in answer.json()["message"]
     assert server.get("/model_info").json()["weight_version"] == "7"

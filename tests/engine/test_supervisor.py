@@ -1,0 +1,193 @@
+"""The supervisor with real engine processes that are killed, paused and lied to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from agentrl import events
+from agentrl.config import EngineConfig
+from agentrl.engine.base import Generation, Sampling
+from agentrl.engine.client import EngineClient
+from agentrl.engine.supervisor import EngineSupervisor
+from agentrl.errors import LaunchError
+from agentrl.weights.version import Announced
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(280)]
+CONFIG = EngineConfig(context_length=256, max_running=8)
+SAMPLING = Sampling(max_new_tokens=240, temperature=1.0)
+Announce = Callable[..., Announced]
+
+
+async def eventually(claim: Callable[[], bool], what: str) -> None:
+    until = asyncio.get_running_loop().time() + 120
+    while not claim():
+        assert asyncio.get_running_loop().time() < until, f"never came true: {what}"
+        await asyncio.sleep(0.02)
+
+
+def supervise(
+    tmp_path: Path,
+    model: Path,
+    body: Callable[[EngineSupervisor, EngineClient], Awaitable[None]],
+    announced: Announced | None,
+    **changes: Any,
+) -> list[events.AnyEvent]:
+    """Run `body` with started engines; return the events."""
+
+    async def go() -> None:
+        config = EngineConfig(**{**vars(CONFIG), **changes})
+        writer = events.EventWriter(tmp_path / "events", "inference")
+        supervisor = EngineSupervisor(
+            config, model=model, logs=tmp_path / "logs", events=writer, unresponsive_s=5
+        )
+        try:
+            await supervisor.start(announced)
+            async with EngineClient(supervisor.urls, config, writer) as client:
+                await body(supervisor, client)
+        finally:
+            await supervisor.close()
+            writer.close()
+
+    asyncio.run(go())
+    return events.read_folder(tmp_path / "events")
+
+
+def pid_of(supervisor: EngineSupervisor, index: int = 0) -> int:
+    process = supervisor._engines[index].process
+    assert process is not None
+    return process.pid
+
+
+def is_whole(got: Generation) -> bool:
+    ends = [0, *(span.end for span in got.versions)]
+    starts = [span.start for span in got.versions]
+    return len(got.token_ids) == len(got.logprobs) == ends[-1] and starts == ends[:-1]
+
+
+def test_an_update_in_flight_gives_spans_and_no_unproved_engine_is_routable(
+    tmp_path: Path, model: Path, other_model: Path, announce: Announce
+) -> None:
+    async def body(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        reply = asyncio.create_task(client.generate([1, 2, 3], SAMPLING, trajectory="t"))
+        await asyncio.sleep(0.1)
+        update = asyncio.create_task(supervisor.update(announce(other_model, 1)))
+        await asyncio.sleep(0)
+        assert supervisor.urls() == []
+        await update
+        assert len(supervisor.urls()) == 1
+        got = await reply
+        assert is_whole(got)
+        assert {span.version for span in got.versions} <= {0, 1}
+        late = await client.generate([1], SAMPLING, trajectory="u")
+        assert [span.version for span in late.versions] == [1]
+
+    happened = supervise(tmp_path, model, body, announce(model, 0))
+    proved = [one.version for one in happened if isinstance(one, events.VersionEvent)]
+    assert proved == [0, 1]
+
+
+def test_a_wrong_checksum_is_never_routable_and_ends_in_a_launch_error(
+    tmp_path: Path, model: Path, other_model: Path, announce: Announce
+) -> None:
+    async def body(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        wrong = dataclasses.replace(announce(other_model, 1), checksum="0" * 64)
+        await supervisor.update(wrong)
+        await eventually(lambda: supervisor.failed is not None, "failed")
+        assert supervisor.urls() == []
+        assert isinstance(supervisor.failed, LaunchError)
+        assert "announced with checksum" in str(supervisor.failed)
+        assert "engine at http" in str(supervisor.failed), "the log is quoted"
+
+    happened = supervise(tmp_path, model, body, announce(model, 0), max_restarts=1)
+    refused = [one for one in happened if getattr(one, "phase", "") == "refused"]
+    assert len(refused) == 2
+
+
+def test_a_call_finishes_on_the_other_engine_when_its_own_is_killed(
+    tmp_path: Path, model: Path, announce: Announce
+) -> None:
+    async def body(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        calls = [
+            asyncio.create_task(client.generate([one], SAMPLING, trajectory=str(one)))
+            for one in range(4)
+        ]
+        await asyncio.sleep(0.05)
+        os.killpg(pid_of(supervisor), signal.SIGKILL)
+        replies = await asyncio.gather(*calls)
+        assert all(is_whole(one) for one in replies)
+        assert len(replies[0].token_ids) == 240
+
+    happened = supervise(tmp_path, model, body, announce(model, 0), count=2)
+    assert any(isinstance(one, events.EngineFault) for one in happened)
+
+
+def test_with_one_engine_a_call_waits_for_the_restart(
+    tmp_path: Path, model: Path, announce: Announce
+) -> None:
+    async def body(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        call = asyncio.create_task(client.generate([7], SAMPLING, trajectory="t"))
+        await asyncio.sleep(0.05)
+        os.killpg(pid_of(supervisor), signal.SIGKILL)
+        assert is_whole(await call)
+
+    supervise(tmp_path, model, body, None)
+
+
+def test_a_stopped_engine_is_found_and_replaced(
+    tmp_path: Path, model: Path, announce: Announce
+) -> None:
+    async def body(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        before = pid_of(supervisor)
+        os.kill(before, signal.SIGSTOP)
+        await eventually(lambda: supervisor.urls() == [], "unroutable")
+        await eventually(lambda: len(supervisor.urls()) == 1, "restarted")
+        assert pid_of(supervisor) != before
+        assert not psutil.pid_exists(before)
+
+    happened = supervise(tmp_path, model, body, announce(model, 0))
+    assert "unresponsive" in [getattr(one, "cause", "") for one in happened]
+
+
+def test_an_engine_that_cannot_start_ends_in_its_own_words(tmp_path: Path) -> None:
+    async def never(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        raise AssertionError
+
+    with pytest.raises(
+        LaunchError, match=r"(?s)failed again after 0 restarts.*log.*ends:.*missing"
+    ):
+        supervise(tmp_path, tmp_path / "missing", never, None, max_restarts=0)
+
+
+def test_engines_die_with_a_supervisor_that_is_killed(tmp_path: Path, model: Path) -> None:
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from agentrl.config import EngineConfig
+from agentrl.engine.supervisor import EngineSupervisor
+from agentrl.events import NoEvents
+async def go():
+    model, logs = Path({str(model)!r}), Path({str(tmp_path)!r})
+    s = EngineSupervisor(EngineConfig(), model=model, logs=logs, events=NoEvents())
+    await s.start(None)
+    print(s._engines[0].process.pid, flush=True)
+    await asyncio.Event().wait()
+asyncio.run(go())
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    engine = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    engine.wait(timeout=20)
