@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -61,5 +62,8 @@ def guard(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = Non
 
 
 def say(text: str) -> None:
-    """Print a line now, even into a pipe."""
-    print(text, flush=True)
+    """Print a line now, even into a pipe; the work goes on when its reader has gone."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for the rest of the process

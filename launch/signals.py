@@ -10,12 +10,12 @@ from typing import Any
 
 from agentrl.events import Signal, Writer, now
 
-ASK_TO_STOP = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+ASK_TO_STOP = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STOP_FILE_POLL_S = 0.5
 
 
 class StopFlag:
-    """Whether somebody asked for the end: USR2, TERM, INT, or the run's stop file.
+    """Whether somebody asked for the end: USR2, TERM, INT, HUP, or the run's stop file.
 
     As a context manager it gives the signals back at the end; `install` alone keeps them.
 
@@ -34,6 +34,8 @@ class StopFlag:
     def install(self) -> StopFlag:
         """Take the signals over; main thread only."""
         for number in ASK_TO_STOP:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup asked for that
             self._before[number] = signal.signal(number, self._came)
         return self
 

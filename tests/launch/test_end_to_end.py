@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from agentrl import events
 from launch.run_dir import RunDir
 from slurm import ledger
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 6
 CONFIG = """\
 extends: {root}/configs/models/tiny-qwen3.yaml
@@ -34,10 +34,11 @@ training: {{steps: {steps}, groups_per_step: 2, checkpoint_every: 2}}
 evaluation: {{attempts: 2}}
 grace_s: 20
 """
+Begin = Callable[..., "subprocess.Popen[str]"]
 ROOT = Path(__file__).parents[2]
 
 
-def until(claim: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
+def until(claim: Callable[[], object], what: str, deadline_s: float = 300.0) -> None:
     end = time.monotonic() + deadline_s
     while not claim():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
@@ -50,19 +51,34 @@ def agentrl(*argv: object) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=500,
+        timeout=900,
     )
     print(done.stdout, done.stderr)
     return done
 
 
-def begin(*argv: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "launch.cli", *map(str, argv)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def begin() -> Iterator[Begin]:
+    """Starts commands; those that still run at the test's end are killed, and their roles end."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*argv: object) -> subprocess.Popen[str]:
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "launch.cli", *map(str, argv)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.kill()
+        launcher.wait()
+        if launcher.stdout is not None:
+            launcher.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +135,14 @@ def leftovers(folder: Path) -> list[str]:
     return found
 
 
-def test_a_trainer_killed_half_way_goes_on_and_the_audit_is_clean(config: Path) -> None:
+def test_a_trainer_killed_half_way_goes_on_and_the_audit_is_clean(
+    config: Path, begin: Begin
+) -> None:
     run = run_of(config, "killed")
     launcher = begin(*trains(config, "killed"))
     until(lambda: steps_taken(run) >= STEPS // 2, "half the steps")
     os.kill(trainer_pid(run), signal.SIGKILL)
-    said, _ = launcher.communicate(timeout=300)
+    said, _ = launcher.communicate(timeout=600)
     assert launcher.returncode == 0, said
     assert "killed by SIGKILL" in said
     assert run.checkpoint_step() == STEPS
@@ -134,12 +152,12 @@ def test_a_trainer_killed_half_way_goes_on_and_the_audit_is_clean(config: Path) 
     assert leftovers(run.path) == []
 
 
-def test_a_stopped_run_resumes_to_its_end(config: Path) -> None:
+def test_a_stopped_run_resumes_to_its_end(config: Path, begin: Begin) -> None:
     run = run_of(config, "stopped")
     launcher = begin(*trains(config, "stopped"))
     until(lambda: steps_taken(run) >= 1, "the first step")
     launcher.send_signal(signal.SIGINT)
-    said, _ = launcher.communicate(timeout=120)
+    said, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 75, said
     assert "agentrl resume" in said
     saved = run.checkpoint_step()
@@ -154,12 +172,14 @@ def test_a_stopped_run_resumes_to_its_end(config: Path) -> None:
     assert json.loads(found.stdout)["state"] == "done"
 
 
-def test_a_killed_launcher_leaves_no_process_and_its_run_resumes(config: Path) -> None:
+def test_a_killed_launcher_leaves_no_process_and_its_run_resumes(
+    config: Path, begin: Begin
+) -> None:
     run = run_of(config, "orphaned")
     launcher = begin(*trains(config, "orphaned"))
     until(lambda: steps_taken(run) >= 1, "the first step")
     launcher.kill()
-    launcher.communicate()
+    launcher.wait()
     until(lambda: not leftovers(run.path), "all its processes end")
     assert agentrl("resume", run.path).returncode == 0
     assert agentrl("audit", run.path).returncode == 0
