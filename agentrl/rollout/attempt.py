@@ -77,6 +77,11 @@ class Workshop:
     temperature: float | None = None
     """None: agent.temperature."""
     images: dict[str, asyncio.Future[Path]] = field(default_factory=dict)
+    starts: asyncio.Semaphore = field(init=False)
+    """Admits sandbox.max_starts, as the provider does; waiting here is the `queued` phase."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "starts", asyncio.Semaphore(self.config.sandbox.max_starts))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,15 +190,17 @@ async def _set_up(shop: Workshop, task: Task, trajectory: str, progress: Progres
 
 
 async def _start(shop: Workshop, image: Path, trajectory: str, progress: Progress) -> Sandbox:
-    begin = now()
-    try:
-        sandbox = await shop.provider.start(image, owner=trajectory)
-    except InfraError as error:
-        _report_start(shop, trajectory, begin, 0.0, str(error) or type(error).__name__)
-        raise
-    queued = float(getattr(sandbox, "queued_s", 0.0))
-    progress.seconds |= {"queued": queued, "sandbox_start": now() - begin - queued}
-    _report_start(shop, trajectory, begin, queued, "")
+    asked = now()
+    async with shop.starts:
+        begin = now()
+        progress.seconds["queued"] = begin - asked
+        try:
+            sandbox = await shop.provider.start(image, owner=trajectory)
+        except InfraError as error:
+            _report_start(shop, trajectory, asked, begin - asked, str(error) or repr(error))
+            raise
+    progress.seconds["sandbox_start"] = now() - begin
+    _report_start(shop, trajectory, asked, begin - asked, "")
     return sandbox
 
 

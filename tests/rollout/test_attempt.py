@@ -113,6 +113,26 @@ def test_a_try_that_fails_is_made_again_in_a_new_sandbox():
     assert [event.trajectory for event in made.events.of(Grade)] == ["4/1/1"]
 
 
+def test_time_in_the_queue_for_a_sandbox_is_told_apart():
+    config = RunConfig()
+    config.sandbox.max_starts = 1
+    toys = ToyProvider()
+
+    class Slow:
+        name = "slow"
+
+        async def start(self, image, *, owner):
+            await asyncio.sleep(0.02)
+            return await toys.start(image, owner=owner)
+
+    made = shop(config, provider=Slow())
+    seconds = [one.seconds for one in group(made).trajectories]
+    assert all(0.015 < one["sandbox_start"] < 5 for one in seconds)
+    assert max(one["queued"] for one in seconds) > 0.05
+    starts = made.events.of(SandboxStart)
+    assert all(event.seconds >= event.queued_s for event in starts)
+
+
 def test_no_failure_of_ours_enters_a_groups_mean():
     errors = {f"4/0/{number}": EngineLost("gone") for number in range(3)}
     made = shop(agent=ToyAgent(errors=errors))
