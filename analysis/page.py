@@ -110,7 +110,7 @@ def _rates(run: Run) -> Table:
                 else "RL − SFT pass@1, paired",
                 row.split.replace("_", " "),
                 f"{row.temperature:g}",
-                solve_rate.percent(row),
+                solve_rate.percent(row) if row.kind == "pass" else solve_rate.points(row),
                 f"{row.tasks} × {row.attempts}",
             )
             for row in rows

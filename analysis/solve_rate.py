@@ -112,7 +112,7 @@ def control(rows: Sequence[Row]) -> str:
     )
     return (
         f"T={row.temperature:g} is the control for sharpening: there, RL − SFT paired by task is "
-        f"{100 * row.value:+.1f} points [{100 * row.low:+.1f}, {100 * row.high:+.1f}], {meaning}."
+        f"{points(row)}, {meaning}."
     )
 
 
@@ -129,6 +129,11 @@ def finding(rows: Sequence[Row]) -> str:
 def percent(row: Row) -> str:
     """Return a row as `28.2 % [23.5, 33.4]`."""
     return f"{100 * row.value:.1f} % [{100 * row.low:.1f}, {100 * row.high:.1f}]"
+
+
+def points(row: Row) -> str:
+    """Return a difference as `+9.9 points [+5.9, +14.0]`."""
+    return f"{100 * row.value:+.1f} points [{100 * row.low:+.1f}, {100 * row.high:+.1f}]"
 
 
 def pick(rows: Sequence[Row], kind: str, model: str, split: str, temperature: float) -> Row | None:
