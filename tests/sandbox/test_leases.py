@@ -18,21 +18,23 @@ import pytest
 from agentrl.sandbox import lease
 from agentrl.sandbox.base import SandboxProvider
 
+SECONDS = str(100_000 + os.getpid())
+"""How long the sleeps of these tests last: also what tells them from those of another run."""
 OWNER = """
 import asyncio, sys
 from pathlib import Path
 from agentrl.config import SandboxConfig
 from agentrl.sandbox.provider import open_provider
 
-async def main(kind, image, leases):
+async def main(kind, image, leases, seconds):
     provider = open_provider(
         SandboxConfig(kind=kind), run="killed", leases=Path(leases), concurrency=2
     )
     sandboxes = [await provider.start(Path(image), owner=f"7/{n}/0") for n in range(2)]
     for sandbox in sandboxes:
-        await sandbox.exec("setsid sleep 94321 & sleep 94321 &", timeout_s=5)
+        await sandbox.exec(f"setsid sleep {seconds} & sleep {seconds} &", timeout_s=5)
     print("ready", flush=True)
-    await sandboxes[0].exec("sleep 94321", timeout_s=600)
+    await sandboxes[0].exec(f"sleep {seconds}", timeout_s=600)
 
 asyncio.run(main(*sys.argv[1:]))
 """
@@ -42,7 +44,7 @@ def sleepers() -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if "94321" in (process.info["cmdline"] or []) and process.status() != "zombie"
+        if process.info["cmdline"] == ["sleep", SECONDS] and process.status() != "zombie"
     ]
 
 
@@ -52,7 +54,7 @@ def gone_soon() -> bool:
 
 
 def test_a_sweep_after_sigkill_of_the_owner_leaves_nothing(box: Any) -> None:
-    argv = [sys.executable, "-c", OWNER, box.kind, str(box.image), str(box.leases)]
+    argv = [sys.executable, "-c", OWNER, box.kind, str(box.image), str(box.leases), SECONDS]
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
         try:
             assert owner.stdout is not None
@@ -73,7 +75,7 @@ def test_a_sweep_after_sigkill_of_the_owner_leaves_nothing(box: Any) -> None:
 
 def test_a_lost_executor_on_the_host_leaves_no_process_after_close(image: Path, box: Any) -> None:
     async def body(sandbox: Any) -> None:
-        await sandbox.exec("setsid sleep 94321 & setsid sleep 94321 &", timeout_s=5)
+        await sandbox.exec(f"setsid sleep {SECONDS} & setsid sleep {SECONDS} &", timeout_s=5)
         os.kill(sandbox.pid, signal.SIGKILL)
         await sandbox.close()
         assert await asyncio.to_thread(gone_soon)
