@@ -18,7 +18,7 @@ from agentrl.rollout.node import run_node
 from agentrl.tasks.prepare import prepare
 from agentrl.weights.version import publish_version, reannounce
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 
 
@@ -78,7 +78,7 @@ def begin(config):
 
 
 async def until(condition, running):
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + 600
     while not condition():
         if running.done():
             running.result()
