@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.engine.router import Router
@@ -10,6 +10,7 @@ from agentrl.engine.router import Router
 URLS = ["a", "b", "c", "d"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("123456789"), st.sets(st.sampled_from(URLS)))))
 def test_only_listed_engines_are_picked_and_a_trajectory_stays_while_its_engine_is_listed(
     moves: list[tuple[str, set[str]]],
@@ -30,6 +31,7 @@ def test_only_listed_engines_are_picked_and_a_trajectory_stays_while_its_engine_
         home[trajectory] = url
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 40))
 def test_new_trajectories_spread_evenly(engines: int, trajectories: int) -> None:
     router = Router(lambda: URLS[:engines])
