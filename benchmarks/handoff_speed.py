@@ -83,9 +83,13 @@ def plain_pieces(group: Group) -> list[memoryview]:
     ]
 
 
-def timed(work: Callable[[], object]) -> float:
+def write_plain(path: Path, group: Group) -> None:
+    publish_pieces(path, plain_pieces(group))
+
+
+def timed(work: Callable[..., object], *given: object) -> float:
     begin = time.perf_counter()
-    work()
+    work(*given)
     return time.perf_counter() - begin
 
 
@@ -101,20 +105,17 @@ def measure(folder: Path, rounds: int) -> dict[str, list[float]]:
         "plain_write": [],
         "plain_read": [],
     }
+    sizes = 0, 0
     for draw in range(rounds + 2):
         group = make_group(draw, rng, text)
-        target, path = plain / f"{draw}.bin", spool.folder / f"{draw:08d}.parquet"
-
-        def ours() -> None:
-            times["ours_write"].append(timed(lambda: spool.write(group)))
-            times["ours_read"].append(timed(lambda: read_group(path)))
-
-        def theirs() -> None:
-            times["plain_write"].append(timed(lambda: publish_pieces(target, plain_pieces(group))))
-            times["plain_read"].append(timed(target.read_bytes))
-
-        for run in (ours, theirs) if draw % 2 else (theirs, ours):
-            run()
+        path, target = spool.folder / f"{draw:08d}.parquet", plain / f"{draw}.bin"
+        for is_ours in (True, False) if draw % 2 else (False, True):
+            if is_ours:
+                times["ours_write"].append(timed(spool.write, group))
+                times["ours_read"].append(timed(read_group, path))
+            else:
+                times["plain_write"].append(timed(write_plain, target, group))
+                times["plain_read"].append(timed(target.read_bytes))
         sizes = path.stat().st_size, target.stat().st_size
         path.unlink()
         target.unlink()
@@ -133,12 +134,13 @@ def main() -> None:
     for name, values in times.items():
         low, _, high = statistics.quantiles(values, n=4)
         print(
-            f"{name:12s} median {median[name] * 1e3:6.1f} ms   quartiles {low * 1e3:.1f}–{high * 1e3:.1f}"
+            f"{name:12s} median {median[name] * 1e3:6.1f} ms   "
+            f"quartiles {low * 1e3:.1f}–{high * 1e3:.1f}"
         )
     ours = median["ours_write"] + median["ours_read"]
     plain = median["plain_write"] + median["plain_read"]
     commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True
+        ["git", "rev-parse", "HEAD"], check=False, capture_output=True, text=True
     ).stdout.strip()
     result = {
         "benchmark": "handoff_speed",
