@@ -91,6 +91,14 @@ def save(
     return target
 
 
+def tidy(folder: Path, loaded: Checkpoint, keep: int) -> None:
+    """Finish, for the checkpoint just loaded, what a trainer killed while saving had not done."""
+    _remove_leftovers(folder)
+    name = folder_name(loaded.step)
+    publish_json(folder / "LATEST.json", {"step": loaded.step, "folder": name})
+    _retain(folder, keep, folder / name)
+
+
 def load_latest(folder: Path, events: Writer | None = None) -> Checkpoint | None:
     """Return the newest checkpoint that verifies, None when there is none at all.
 

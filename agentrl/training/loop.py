@@ -64,6 +64,8 @@ def _start(config: RunConfig, attempt: int, events: Writer, backend: Backend | N
     )
     if found is not None:
         backend.restore(found.backend)
+        keep = config.training.keep_checkpoints
+        checkpoint.tidy(config.run_dir / "checkpoints", found, keep)
         intake.consumed.update(found.consumed)
         intake.pending.update({name: int(count) for name, count in found.pending.items()})
         trainer.step = trainer.saved_step = found.step
