@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl.config import ModelConfig
 from agentrl.tasks.command import CLOSE, OPEN
+from agentrl.tasks.mutate import PATTERNS
 
 END, PAD = "<|im_end|>", "<|pad|>"
 ROLES = tuple(f"<|im_start|>{role}\n" for role in ("system", "user", "assistant", "tool"))
@@ -39,6 +40,8 @@ _BOILERPLATE = (
     f'|{CLOSE}"}}}}\n</tool_call>',
     *(f"{line}s|" for line in range(1, 20)),
     "|",
+    *(f"{pattern}|" for pattern in PATTERNS.values()),
+    *(json.dumps(f"{pattern}|")[1:-1] for pattern in PATTERNS.values() if "\\" in pattern),
     "Fix f.py.",
     "\nassert ",
     " # got ",
@@ -49,11 +52,28 @@ _BOILERPLATE = (
 _PYTHON = (
     *("1 def ", "return ", "if ", " for ", "while ", "not ", " else ", "else:", ".append("),
     *(" < ", " <= ", " > ", " >= ", " == ", " != ", " in ", " not in ", " and ", " or "),
-    *(" + ", " - ", " * ", r" \* ", " // ", " % ", " = ", " += ", " -= "),
-    *(", ", "(", ")", "[", "]", "([", "):", "])", ":", "len(", "sum(", "abs(", "sorted(", "range("),
+    *(" + ", " - ", " * ", " // ", " % ", " = ", " += ", " -= "),
+    *(
+        ", ",
+        "(",
+        ")",
+        "[",
+        "]",
+        "([",
+        "):",
+        "])",
+        ":",
+        "len(",
+        "sum(",
+        "abs(",
+        "sorted(",
+        "range(",
+        "min(",
+        "max(",
+    ),
     *('"', '", "', '["', '"]', '("', '")', "for "),
 )
-_WORDS = ("min", "max", "True", "False", "None")
+_WORDS = ("True", "False", "None")
 _PIECES = r"\d{1,2}|[bcdfghjklmnpqrstvwxyz][aeiou]|\s+|[^\s\d]"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 _COMPARE: dict[type[ast.AST], str] = {
     ast.Lt: "<",
@@ -23,29 +25,30 @@ _ARITHMETIC: dict[type[ast.AST], str] = {
     ast.FloorDiv: "//",
     ast.Mod: "%",
 }
-_SWAPS = {
-    "comparison": [("<", "<="), ("<", ">"), ("<=", ">="), (">", ">="), ("==", "!=")],
-    "arithmetic": [("+", "-"), ("*", "+"), ("*", "//"), ("//", "%")],
-    "logic": [("and", "or")],
-    "membership": [("in", "not in")],
-    "extremum": [("min", "max")],
-    "boolean": [("True", "False")],
-    "update": [("+=", "-=")],
+_CLASSES = {
+    "comparison": ("<", "<=", ">", ">=", "==", "!="),
+    "arithmetic": ("+", "-", "*", "//", "%"),
+    "logic": ("and", "or"),
+    "membership": ("in", "not in"),
+    "extremum": ("min(", "max("),
+    "boolean": ("True", "False"),
+    "update": ("+=", "-="),
 }
-KINDS = (*_SWAPS, "constant")
-
-
-def _both_ways() -> dict[str, list[tuple[str, str]]]:
-    found: dict[str, list[tuple[str, str]]] = {}
-    for kind, pairs in _SWAPS.items():
-        for old, new in pairs:
-            found.setdefault(old, []).append((new, kind))
-            found.setdefault(new, []).append((old, kind))
-    return found
-
-
-_REPLACEMENTS = _both_ways()
-"""Replacements of each symbol; symmetric, so that each bug's repair is itself such an edit."""
+"""Symbols that replace each other, so that each bug's repair is itself an edit of the family."""
+PATTERNS = {
+    "comparison": " [<>=!]=\\? ",
+    "arithmetic": " [-+*/%][/]\\? ",
+    "logic": " [ao][nr]d\\? ",
+    "membership": " \\(not \\)\\?in ",
+    "extremum": "m[ai][nx](",
+    "boolean": "[TF][a-z]*e",
+    "update": " [-+]= ",
+    "constant": "[0-9][0-9]*",
+}
+"""What finds any symbol of a class, a basic regular expression for sed: a repair names the class,
+and what should stand there, not what does."""
+KINDS = tuple(PATTERNS)
+_KIND_OF = {symbol: kind for kind, symbols in _CLASSES.items() for symbol in symbols}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,8 +101,18 @@ def edits(source: str) -> list[Edit]:
 
 
 def is_addressable(edit: Edit, source: str) -> bool:
-    """Whether `s|old|new|` on the line, which takes the first match, makes just this edit."""
-    return source.splitlines()[edit.line - 1].find(edit.old) == edit.column
+    """Whether `s|pattern|new|` on the line, which takes the first match, makes just this edit."""
+    found = _to_python(PATTERNS[edit.kind]).search(source.splitlines()[edit.line - 1])
+    return found is not None and found.span() == (edit.column, edit.column + len(edit.old))
+
+
+@cache
+def _to_python(pattern: str) -> re.Pattern[str]:
+    """Translate a basic regular expression: a bare bracket is literal there, a quoted one groups."""
+    return re.compile(re.sub(r"\\[?()]|[()]", lambda part: _SWAPPED[part.group()], pattern))
+
+
+_SWAPPED = {r"\?": "?", r"\(": "(", r"\)": ")", "(": r"\(", ")": r"\)"}
 
 
 def _replace(site: int, line: int, column: int, symbol: str) -> list[Edit]:
@@ -118,7 +131,10 @@ def _replace(site: int, line: int, column: int, symbol: str) -> list[Edit]:
             for change in (-2, -1, 1, 2)
             if value + change >= 0 and (abs(change) == 1 or min(value, value + change) > 2)
         ]
-    pad = "" if symbol in ("min", "max", "True", "False") else " "
+    if symbol not in _KIND_OF:
+        return []
+    kind = _KIND_OF[symbol]
+    pad = "" if kind in ("extremum", "boolean") else " "
     return [
         Edit(
             site=site,
@@ -129,7 +145,8 @@ def _replace(site: int, line: int, column: int, symbol: str) -> list[Edit]:
             old=f"{pad}{symbol}{pad}",
             new=f"{pad}{new}{pad}",
         )
-        for new, kind in _REPLACEMENTS.get(symbol, [])
+        for new in _CLASSES[kind]
+        if new != symbol
     ]
 
 
@@ -151,7 +168,7 @@ def _symbols(node: ast.AST, lines: list[str]) -> Iterator[tuple[int, int, str]]:
     elif isinstance(node, ast.Constant) and type(node.value) in (int, bool):
         yield node.lineno, node.col_offset, str(node.value)
     elif isinstance(node, ast.Name) and node.id in ("min", "max"):
-        yield node.lineno, node.col_offset, node.id
+        yield node.lineno, node.col_offset, f"{node.id}("
 
 
 def _between(

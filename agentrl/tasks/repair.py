@@ -11,7 +11,7 @@ import msgspec
 
 from agentrl.tasks.check import CHECK
 from agentrl.tasks.library import CONSTANTS, Template, all_names, library, new_names
-from agentrl.tasks.mutate import Edit, edits, is_addressable
+from agentrl.tasks.mutate import PATTERNS, Edit, edits, is_addressable
 from agentrl.tasks.probe import Draft, Proved
 
 MODULE = "f"
@@ -45,7 +45,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     names: list[str] = []
     constants: list[int] = []
     fix: tuple[int, str, str] | None = None
-    """The one right edit: line of the file, old text, new text."""
+    """The one right edit: line of the file, sed pattern, new text."""
     rivals: list[tuple[int, str, str]] = []
     """Wrong edits of the same family, at the same function."""
 
@@ -83,12 +83,19 @@ class Plan:
 
 
 def all_triples() -> list[tuple[Triple, str]]:
-    """Return every bug that the library allows, with its kind, in a fixed order."""
+    """Return every bug that the library allows, with its kind, in a fixed order.
+
+    A constant drawn at random is never the bug: nothing in the code tells what it should be.
+    """
     found = []
     for name, template in library().items():
         names = dict(zip(template.names, all_names(), strict=False))
-        source = template.render(names, {key: 20 + i for i, key in enumerate(template.constants)})
-        found += [((name, edit.site, edit.replacement), edit.kind) for edit in edits(source)]
+        source = template.render(names, {key: 990 + i for i, key in enumerate(template.constants)})
+        found += [
+            ((name, edit.site, edit.replacement), edit.kind)
+            for edit in edits(source)
+            if is_addressable(edit, source) and not edit.old.startswith("99")
+        ]
     return found
 
 
@@ -127,7 +134,7 @@ def plan(wanted: Wanted, rng: random.Random) -> Plan | None:
         other
         for other in edits(buggy)
         if is_addressable(other, buggy)
-        and (other.line, other.old, other.new) != (fix.line, fix.old, fix.new)
+        and (other.line, other.kind, other.new) != (fix.line, fix.kind, fix.new)
     ]
     own = calls.pop(where)
     return Plan(
@@ -193,7 +200,7 @@ def _find(source: str, triple: Triple) -> Edit | None:
 
 
 def _command(edit: Edit, first_line: int) -> tuple[int, str, str]:
-    return edit.line + first_line, edit.old, edit.new
+    return edit.line + first_line, PATTERNS[edit.kind], edit.new
 
 
 def _join(sources: list[str], where: int, source: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 Edit = tuple[int, str, str]
-"""Line of the file, old text, new text."""
+"""Line of the file, sed pattern, new text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from agentrl.tasks.build import build
 from agentrl.tasks.check import CHECK
 from agentrl.tasks.command import try_command
 from agentrl.tasks.library import all_names, library
-from agentrl.tasks.mutate import edits
+from agentrl.tasks.mutate import PATTERNS, edits
 from agentrl.tasks.repair import MODULE, Row, all_triples, is_reserved, plan
 from agentrl.tasks.repository import materialise, write_repository
 from agentrl.tasks.splits import SPLITS, TRAINED, partition, wanted
@@ -28,6 +28,16 @@ HELD = [split for split in SPLITS if split not in TRAINED]
 def git(folder: Path, *words: str) -> str:
     done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout
+
+
+def edited(source: list[str], line: int, pattern: str, new: str) -> str:
+    """Make the edit by the tokens of its class, without a regular expression."""
+    kind = next(kind for kind, text in PATTERNS.items() if text == pattern)
+    found = [e for e in edits("".join(source)) if (e.line, e.kind) == (line, kind)]
+    text = source[line - 1]
+    first = min(found, key=lambda edit: edit.column)
+    done = text[: first.column] + new + text[first.column + len(first.old) :]
+    return "".join([*source[: line - 1], done, *source[line:]])
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +102,9 @@ def test_rows_fail_before_the_fix_and_name_it(rows: list[Row]) -> None:
         assert row.FAIL_TO_PASS
         assert "\nassert " in row.problem_statement
         assert row.fix is not None
-        line, old, _ = row.fix
-        assert old in row.files[f"{MODULE}.py"].splitlines()[line - 1]
+        line, pattern, new = row.fix
+        source = row.files[f"{MODULE}.py"].splitlines(keepends=True)
+        assert edited(source, line, pattern, new) != "".join(source)
 
 
 def test_larger_modules_hold_several_functions_and_number_the_right_lines() -> None:
@@ -158,7 +169,7 @@ def test_a_right_try_hands_in_and_a_wrong_one_shows_a_short_line(
         ["sh", "-c", right], cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert (done.stdout, done.returncode) == ("COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT\n", 0)
-    nothing = try_command(99, " < ", " > ").replace("python ", f"{sys.executable} ")
+    nothing = try_command(99, "x", "y").replace("python ", f"{sys.executable} ")
     done = subprocess.run(
         ["sh", "-c", nothing], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -171,13 +182,12 @@ def test_a_right_try_hands_in_and_a_wrong_one_shows_a_short_line(
 
 def test_sed_makes_the_very_edit_that_was_meant(rows: list[Row], tmp_path: Path) -> None:
     for row in rows[:6]:
-        for line, old, new in row.rivals:
+        for line, pattern, new in row.rivals:
             source = row.files["f.py"].splitlines(keepends=True)
             (tmp_path / "f.py").write_text("".join(source))
-            script = try_command(line, old, new).split("'")[1]
+            script = try_command(line, pattern, new).split("'")[1]
             subprocess.run(["sed", "-i", script, "f.py"], cwd=tmp_path, check=True)
-            source[line - 1] = source[line - 1].replace(old, new, 1)
-            assert (tmp_path / "f.py").read_text() == "".join(source)
+            assert (tmp_path / "f.py").read_text() == edited(source, line, pattern, new)
 
 
 def test_check_names_what_an_import_raised(rows: list[Row], tmp_path: Path) -> None:
