@@ -1,1 +1,1 @@
-"""The learning loop: tasks, sandboxes, agents, engines, rollout, handoff, weights, training. No Slurm."""
+"""The learning loop: tasks, sandboxes, agents, engines, rollout, weights, training. No Slurm."""

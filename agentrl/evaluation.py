@@ -9,7 +9,8 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,11 @@ async def evaluate(
     stop: Callable[[], bool],
     events: Writer,
     progress: Report = lambda done, total: None,
+    engines: EngineSupervisor | None = None,
 ) -> dict[str, Any]:
     """Evaluate the model folder `model` as config.evaluation says; return what summary.json holds.
 
+    engines: started on `model` already; without them its own are started and closed.
     Writes out/summary.json, out/preds.json and out/spool/. Raises Interrupted when stopped (the
     same call goes on later), ConfigError when `out` holds an evaluation with other settings,
     TooManyInfraFailures, LaunchError.
@@ -60,7 +63,11 @@ async def evaluate(
     todo = _unfinished(out / "spool", tasks, config.evaluation.attempts)
     progress(len(tasks) - len(todo), len(tasks))
     if todo:
-        await _attempt_all(config, model, out, tasks, todo, stop, events, progress)
+        async with AsyncExitStack() as stack:
+            if engines is None:
+                logs = out / "logs"
+                engines = await stack.enter_async_context(serving(config, model, logs, events))
+            await _attempt_all(config, model, out, tasks, todo, stop, events, progress, engines)
     groups = _read_all(out / "spool", tasks)
     summary = summarize(groups, tasks, settings) | {"seconds": round(now() - begin, 3)}
     publish_json(out / "preds.json", predictions(groups, settings["model"]))
@@ -141,6 +148,19 @@ def _pass_at(
     return found
 
 
+@asynccontextmanager
+async def serving(
+    config: RunConfig, model: Path, logs: Path, events: Writer
+) -> AsyncIterator[EngineSupervisor]:
+    """Yield engines that serve `model`; closed at the end."""
+    engines = EngineSupervisor(config.engine, model=model, logs=logs, events=events)
+    try:
+        await engines.start(None)
+        yield engines
+    finally:
+        await engines.close()
+
+
 async def _attempt_all(
     config: RunConfig,
     model: Path,
@@ -150,29 +170,25 @@ async def _attempt_all(
     stop: Callable[[], bool],
     events: Writer,
     progress: Report,
+    engines: EngineSupervisor,
 ) -> None:
-    supervisor = EngineSupervisor(config.engine, model=model, logs=out / "logs", events=events)
-    try:
-        await supervisor.start(None)
-        async with open_workshop(
-            config,
-            node=0,
-            urls=supervisor.urls,
-            leases=out / "leases",
-            events=events,
-            temperature=config.evaluation.temperature,
-            tokenizer=model if (model / "tokenizer.json").is_file() else None,
-        ) as shop:
+    async with open_workshop(
+        config,
+        node=0,
+        urls=engines.urls,
+        leases=out / "leases",
+        events=events,
+        temperature=config.evaluation.temperature,
+        tokenizer=model if (model / "tokenizer.json").is_file() else None,
+    ) as shop:
 
-            def check() -> None:
-                if stop():
-                    raise Interrupted(f"evaluation into {out}: stopped; run it again to go on")
-                if supervisor.failed:
-                    raise supervisor.failed
+        def check() -> None:
+            if stop():
+                raise Interrupted(f"evaluation into {out}: stopped; run it again to go on")
+            if engines.failed:
+                raise engines.failed
 
-            await run_groups(shop, tasks, todo, out / "spool", check=check, progress=progress)
-    finally:
-        await supervisor.close()
+        await run_groups(shop, tasks, todo, out / "spool", check=check, progress=progress)
 
 
 async def run_groups(

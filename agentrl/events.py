@@ -30,7 +30,7 @@ class Event(msgspec.Struct, kw_only=True, tag_field="kind", frozen=True, omit_de
         return self.end - self.start
 
 
-class LaunchAttempt(Event, tag="launch_attempt"):
+class LaunchAttempt(Event, tag="launch_attempt", frozen=True):
     attempt: int
     phase: str
     """`begin` or `end`."""
@@ -38,7 +38,7 @@ class LaunchAttempt(Event, tag="launch_attempt"):
     step: int = 0
 
 
-class EngineState(Event, tag="engine_state"):
+class EngineState(Event, tag="engine_state", frozen=True):
     engine: str
     state: str
     """`starting`, `ready`, `paused`, `stopped`, `failed`; or `load`, a periodic sample."""
@@ -51,14 +51,14 @@ class EngineState(Event, tag="engine_state"):
     """Seconds since its start that the engine spent computing."""
 
 
-class EngineFault(Event, tag="engine_fault"):
+class EngineFault(Event, tag="engine_fault", frozen=True):
     engine: str
     cause: str
     detail: str = ""
     restarts: int = 0
 
 
-class VersionEvent(Event, tag="version"):
+class VersionEvent(Event, tag="version", frozen=True):
     version: int
     phase: str
     """`published` (trainer), `proved` (one engine) or `refused`."""
@@ -67,7 +67,7 @@ class VersionEvent(Event, tag="version"):
     """Bytes."""
 
 
-class SandboxStart(Event, tag="sandbox_start"):
+class SandboxStart(Event, tag="sandbox_start", frozen=True):
     trajectory: str
     backend: str
     queued_s: float = 0.0
@@ -75,11 +75,11 @@ class SandboxStart(Event, tag="sandbox_start"):
     detail: str = ""
 
 
-class Setup(Event, tag="setup"):
+class Setup(Event, tag="setup", frozen=True):
     trajectory: str
 
 
-class ModelCall(Event, tag="model_call"):
+class ModelCall(Event, tag="model_call", frozen=True):
     trajectory: str
     engine: str
     turn: int
@@ -89,7 +89,7 @@ class ModelCall(Event, tag="model_call"):
     finish: str = ""
 
 
-class ToolCall(Event, tag="tool_call"):
+class ToolCall(Event, tag="tool_call", frozen=True):
     trajectory: str
     turn: int
     exit_code: int
@@ -97,14 +97,14 @@ class ToolCall(Event, tag="tool_call"):
     truncated: bool = False
 
 
-class Grade(Event, tag="grade"):
+class Grade(Event, tag="grade", frozen=True):
     trajectory: str
     resolved: bool
     passed: int = 0
     failed: int = 0
 
 
-class TrajectoryEvent(Event, tag="trajectory"):
+class TrajectoryEvent(Event, tag="trajectory", frozen=True):
     trajectory: str
     draw: int
     task: str
@@ -119,7 +119,7 @@ class TrajectoryEvent(Event, tag="trajectory"):
     """Of an infrastructure failure: the error's text, and its traceback when nobody expected it."""
 
 
-class GroupEvent(Event, tag="group"):
+class GroupEvent(Event, tag="group", frozen=True):
     draw: int
     task: str
     rewards: list[float | None] = []
@@ -127,7 +127,7 @@ class GroupEvent(Event, tag="group"):
     """Oldest and newest version that sampled its tokens."""
 
 
-class Step(Event, tag="step"):
+class Step(Event, tag="step", frozen=True):
     step: int
     version: int
     wait_s: float
@@ -139,7 +139,7 @@ class Step(Event, tag="step"):
     """Named by training/loop.py: reward, loss, grad_norm, entropy, ess, gap, staleness, …"""
 
 
-class CheckpointEvent(Event, tag="checkpoint"):
+class CheckpointEvent(Event, tag="checkpoint", frozen=True):
     step: int
     phase: str
     """`saved`, `loaded` or `refused`."""
@@ -147,18 +147,18 @@ class CheckpointEvent(Event, tag="checkpoint"):
     detail: str = ""
 
 
-class Signal(Event, tag="signal"):
+class Signal(Event, tag="signal", frozen=True):
     name: str
     action: str
 
 
-class Network(Event, tag="network"):
+class Network(Event, tag="network", frozen=True):
     node: str
     interface: str
     address: str
 
 
-class Drop(Event, tag="drop"):
+class Drop(Event, tag="drop", frozen=True):
     what: str
     """`trajectory`, `group`, `spool_file`, `event_line`."""
     reason: str

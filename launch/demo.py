@@ -23,28 +23,23 @@ from launch.command import add_config, guard, parse, parser, say
 from launch.run_dir import settled
 from slurm import ledger
 
-EVALUATED = (
-    ("held_out", 1.0),
-    ("held_out", 0.5),
-    ("unseen_sites", 1.0),
-    ("unseen_functions", 1.0),
-)
+EVALUATED = ("held_out:1.0", "held_out:0.5", "unseen_sites:1.0", "unseen_functions:1.0")
 """Split and temperature. T=0.5 shows how much of a gain is mere sharpening."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """One command and the file that is there once it is done."""
+    """One command and the files that are there once it is done."""
 
     command: str
     argv: tuple[str, ...]
-    product: Path | None = None
+    products: tuple[Path, ...] = ()
 
     def is_done(self, run_dir: Path) -> bool:
         if self.command in ("train", "resume"):
             lines = ledger.read(run_dir)
             return bool(lines) and lines[-1].action == "done"
-        return self.product is not None and self.product.is_file()
+        return bool(self.products) and all(path.is_file() for path in self.products)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,24 +69,23 @@ def stages(config: RunConfig, choice: list[str]) -> list[Stage]:
         train = Stage(command="resume", argv=(str(run),))
     return [
         Stage(command="prepare", argv=tuple(choice)),
-        Stage(command="sft", argv=tuple(choice), product=run / "sft" / "model" / "config.json"),
-        *_evaluations(run, choice, "sft", run / "sft" / "model"),
+        Stage(command="sft", argv=tuple(choice), products=(run / "sft" / "model" / "config.json",)),
+        _evaluation(run, choice, "sft", run / "sft" / "model"),
         train,
-        *_evaluations(run, choice, "rl", None),
+        _evaluation(run, choice, "rl", None),
         Stage(command="report", argv=(str(run),)),
     ]
 
 
-def _evaluations(run: Path, choice: list[str], kind: str, model: Path | None) -> list[Stage]:
-    made = []
-    for split, temperature in EVALUATED:
-        out = f"{kind}-{split}-T{temperature}"
-        which = ("--model", str(model)) if model else ()
-        overrides = (f"evaluation.split={split}", f"evaluation.temperature={temperature}")
-        argv = (*choice, "--out", out, *which, *overrides)
-        product = run / "evaluations" / out / "summary.json"
-        made.append(Stage(command="evaluate", argv=argv, product=product))
-    return made
+def _evaluation(run: Path, choice: list[str], label: str, model: Path | None) -> Stage:
+    each = [word for one in EVALUATED for word in ("--each", one)]
+    which = ["--model", str(model)] if model else []
+    outs = [f"{label}-{one.replace(':', '-T')}" for one in EVALUATED]
+    return Stage(
+        command="evaluate",
+        argv=(*choice, "--label", label, *which, *each),
+        products=tuple(run / "evaluations" / out / "summary.json" for out in outs),
+    )
 
 
 def play(stage: Stage, run_dir: Path) -> int:

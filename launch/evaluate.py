@@ -1,13 +1,15 @@
-"""`agentrl evaluate CONFIG [--model PATH] [--out NAME] [key=value …]`: pass@k of a model.
+"""`agentrl evaluate CONFIG [--model PATH] [--each SPLIT:T] [key=value …]`: pass@k of a model.
 
 The model is, unless given, the run's newest version, else its fine-tuned model, else model.path.
 Written is runs/NAME/evaluations/OUT/: summary.json, preds.json (mini-swe-agent's), every attempt.
+`--each`, once or more, evaluates on several splits or temperatures with the engines started once.
 The same command goes on after Ctrl-C (exit code 75).
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import shlex
@@ -35,26 +37,51 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser("evaluate", __doc__)
     add_config(arguments)
     arguments.add_argument("--model", type=Path, help="folder in Hugging Face's layout")
-    arguments.add_argument("--out", help="name of the result (default: MODEL-SPLIT-TTEMPERATURE)")
+    arguments.add_argument("--label", help="name of the model in the results (base, sft, rl)")
+    arguments.add_argument("--out", help="name of the result (default: LABEL-SPLIT-TTEMPERATURE)")
+    arguments.add_argument(
+        "--each", action="append", metavar="SPLIT:T", help="evaluate this split at temperature T"
+    )
     given = parse(arguments, argv)
     config = settled(schema.load(given.config, given.overrides))
     check_model(config)
-    kind, model = ("model", given.model.absolute()) if given.model else newest_model(config)
+    label, model = ("model", given.model.absolute()) if given.model else newest_model(config)
     if not (model / "config.json").is_file():
         raise ConfigError(f"--model {model}: no config.json there; give a model's folder")
-    chosen = config.evaluation
-    out = (
-        config.run_dir
-        / "evaluations"
-        / (given.out or f"{kind}-{chosen.split}-T{chosen.temperature}")
-    )
-    publish_bytes(out / "config.yaml", schema.to_yaml(config).encode())
-    code = run(config, model, out)
+    if given.out and given.each:
+        raise ConfigError("--out names one result and --each may make several; leave one out")
+    wanted = [
+        (one, config.run_dir / "evaluations" / (given.out or _name(one, given.label or label)))
+        for one in _each(config, given.each)
+    ]
+    for one, out in wanted:
+        publish_bytes(out / "config.yaml", schema.to_yaml(one).encode())
+    code = run(wanted, model)
     if code == SAVED:
         say(f"saved; the same command goes on:\n$ agentrl evaluate {shlex.join(argv)}")
     elif code == DONE:
-        say(f"{out.name}: {told(out)}")
+        for _, out in wanted:
+            say(f"{out.name}: {told(out)}")
     return code
+
+
+def _each(config: RunConfig, choices: Sequence[str] | None) -> list[RunConfig]:
+    """Return one config a choice `SPLIT:T`; the given one when there is none."""
+    made = []
+    for choice in choices or ():
+        split, _, temperature = choice.partition(":")
+        try:
+            chosen = dataclasses.replace(
+                config.evaluation, split=split, temperature=float(temperature)
+            )
+        except ValueError:
+            raise ConfigError(f"--each {choice}: must be SPLIT:T, as in held_out:0.5") from None
+        made.append(dataclasses.replace(config, evaluation=chosen))
+    return made or [config]
+
+
+def _name(config: RunConfig, label: str) -> str:
+    return f"{label}-{config.evaluation.split}-T{config.evaluation.temperature}"
 
 
 def newest_model(config: RunConfig) -> tuple[str, Path]:
@@ -69,43 +96,53 @@ def newest_model(config: RunConfig) -> tuple[str, Path]:
     return "base", Path(config.model.path)
 
 
-def run(config: RunConfig, model: Path, out: Path) -> int:
-    """Run the evaluation in a process of its own; return 0, 75 or a failure's code."""
-    from agentrl.tasks.load import load_split
-
-    tasks = len(load_split(config.tasks, config.evaluation.split))
-    tail, standing = EventTail(out / "events"), Standing()
+def run(wanted: Sequence[tuple[RunConfig, Path]], model: Path) -> int:
+    """Run the evaluations in a process of its own; return 0, 75 or a failure's code."""
+    config, first = wanted[0]
+    total = sum(_size(one) for one, _ in wanted)
+    tail, standing = EventTail(first / "events"), Standing()
     tail.read()  # those of an earlier call
-    spool = out / "spool"
 
     def update(bar: Bar) -> None:
         standing.add(tail.read())
         solved = standing.reward_sum / max(1, standing.graded)
         text = f"solved {solved:.1%} · {standing.trajectories_per_hour():.0f} traj/h"
-        bar.update(len(list_spool(spool)), text if standing.graded else "")
+        done = sum(len(list_spool(out / "spool")) for _, out in wanted)
+        bar.update(done, text if standing.graded else "")
 
-    role = functools.partial(evaluation_role, str(out / "config.yaml"), str(model), str(out))
-    job = submit(out, {"evaluate": role}, nodes={}, grace_s=config.grace_s)
-    bar = Bar(out.name, min(tasks, config.evaluation.tasks or tasks))
+    role = functools.partial(evaluation_role, str(model), [str(out) for _, out in wanted])
+    job = submit(first, {"evaluate": role}, nodes={}, grace_s=config.grace_s)
+    bar = Bar(first.name if len(wanted) == 1 else f"{len(wanted)} evaluations", total)
     with StopFlag() as stop:
         return watch(job, stop, bar, update, grace_s=config.grace_s)
 
 
-def evaluation_role(config_path: str, model: str, out: str) -> Answer:
-    """Evaluate into `out`."""
-    from agentrl.evaluation import evaluate
+def _size(config: RunConfig) -> int:
+    from agentrl.tasks.load import load_split
 
-    folder = Path(out)
+    tasks = len(load_split(config.tasks, config.evaluation.split))
+    return min(tasks, config.evaluation.tasks or tasks)
+
+
+def evaluation_role(model: str, outs: list[str]) -> Answer:
+    """Evaluate into each of `outs`, one after the other, as its config.yaml says."""
+    from agentrl.evaluation import evaluate, serving
+
+    folders = [Path(out) for out in outs]
+
+    async def all_of(stop: StopFlag, events: EventWriter) -> None:
+        wanted = [(schema.load(out / "config.yaml"), out) for out in folders]
+        async with serving(wanted[0][0], Path(model), folders[0] / "logs", events) as engines:
+            for config, out in wanted:
+                await evaluate(
+                    config, model=Path(model), out=out, stop=stop, events=events, engines=engines
+                )
 
     def body(stop: StopFlag, events: EventWriter) -> int:
-        asyncio.run(
-            evaluate(
-                schema.load(config_path), model=Path(model), out=folder, stop=stop, events=events
-            )
-        )
+        asyncio.run(all_of(stop, events))
         return DONE
 
-    return errand(folder / "events", "eval", 0, body)
+    return errand(folders[0] / "events", "eval", 0, body)
 
 
 def told(out: Path) -> str:

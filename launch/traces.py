@@ -17,9 +17,10 @@ from agentrl.handoff.trajectory import Group, Trajectory
 from agentrl.rollout.attempt import Attempt, Workshop, run_attempt
 from agentrl.rollout.draws import task_of
 from agentrl.rollout.workshop import open_workshop
+from agentrl.sandbox.base import Sandbox
 from agentrl.tasks.expert import ExpertEngine
 from agentrl.tasks.load import load_split
-from agentrl.tasks.task import Task
+from agentrl.tasks.task import Task, Verdict
 from launch.errand import Answer, errand
 from launch.signals import StopFlag
 from slurm.exit_record import DONE, SAVED
@@ -102,4 +103,10 @@ def _with_expert(shop: Workshop, wanted: Attempt) -> Workshop:
         accuracy=shop.config.sft.expert_accuracy,
         mode=shop.config.agent.mode,
     )
-    return dataclasses.replace(shop, engine=expert)
+    return dataclasses.replace(shop, engine=expert, grader=_no_verdict, takes_patches=False)
+
+
+async def _no_verdict(task: Task, sandbox: Sandbox, *, image: Path, timeout_s: float) -> Verdict:
+    """Stand where a grader is wanted: a trace teaches by what it does, solved or not."""
+    del task, sandbox, image, timeout_s
+    return Verdict(resolved=False, passed=(), failed=(), log="a trace is not graded")

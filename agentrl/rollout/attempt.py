@@ -76,6 +76,8 @@ class Workshop:
     grader: Grader = grade
     temperature: float | None = None
     """None: agent.temperature."""
+    takes_patches: bool = True
+    """Whether a trajectory records the agent's changes as a patch."""
     images: dict[str, asyncio.Future[Path]] = field(default_factory=dict)
     starts: asyncio.Semaphore = field(init=False)
     """Admits sandbox.max_starts, as the provider does; waiting here is the `queued` phase."""
@@ -169,9 +171,10 @@ async def _play(shop: Workshop, wanted: Attempt, number: int, progress: Progress
         progress.seconds |= {"model": result.model_s, "command": result.command_s}
         if not RULES[result.cause].is_graded:
             return Outcome(cause=result.cause, reward=None)
-        begin = now()
-        progress.patch = await take_patch(wanted.task, sandbox, image)
-        progress.seconds["patch"] = now() - begin
+        if shop.takes_patches:
+            begin = now()
+            progress.patch = await take_patch(wanted.task, sandbox, image)
+            progress.seconds["patch"] = now() - begin
         return await _grade(shop, wanted.task, sandbox, image, trajectory, progress)
     finally:
         await sandbox.close()
