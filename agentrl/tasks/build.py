@@ -8,6 +8,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import islice
 
 import msgspec
 
@@ -17,10 +18,12 @@ from agentrl.tasks.repair import Plan, Row, finish, plan
 from agentrl.tasks.splits import Partition, wanted
 
 PROBES = 2
-_AHEAD = 16
-"""Drafts sent before their answers are read: well under a pipe's 64 KiB, so that nobody blocks."""
+_BATCH = 16
+"""Drafts in one message: on a busy machine each message costs a wait for the scheduler."""
+_AHEAD = 2
+"""Batches that each probe has been sent and not answered; answers stay under a pipe's 64 KiB."""
 _encoder = msgspec.json.Encoder()
-_decoder = msgspec.json.Decoder(Proved | None)
+_decoder = msgspec.json.Decoder(list[Proved | None])
 
 
 class Probe:
@@ -35,15 +38,16 @@ class Probe:
         return self
 
     def __exit__(self, *reason: object) -> None:
+        self._process.kill()  # it holds nothing but drafts that nobody wants any more
         self._process.communicate()
 
-    def send(self, draft: Draft) -> None:
+    def send(self, drafts: list[Draft]) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(_encoder.encode(draft) + b"\n")
+        self._process.stdin.write(_encoder.encode(drafts) + b"\n")
         self._process.stdin.flush()
 
-    def receive(self) -> Proved | None:
-        """Return the next answer. Raises TaskError when the process died."""
+    def receive(self) -> list[Proved | None]:
+        """Return the next batch's answers. Raises TaskError when the process died."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -58,18 +62,19 @@ def build(part: Partition, split: str, functions: int, seed: int) -> Iterator[Ro
     seen: set[str] = set()
     with ExitStack() as stack:
         probes = [stack.enter_context(Probe()) for _ in range(PROBES)]
-        sent: deque[tuple[Plan, Probe]] = deque()
-        for i in range(_AHEAD):
-            _send(next(drawn), probes[i % PROBES], sent)
+        sent: deque[tuple[list[Plan], Probe]] = deque()
+        for probe in probes * _AHEAD:
+            _send(list(islice(drawn, _BATCH)), probe, sent)
         while True:
-            made, probe = sent.popleft()
-            proved = probe.receive()
-            _send(next(drawn), probe, sent)
-            if proved and made.draft.bug not in seen:
-                seen.add(made.draft.bug)
-                yield finish(made, proved, f"repair__{split}")
+            batch, probe = sent.popleft()
+            answers = probe.receive()
+            _send(list(islice(drawn, _BATCH)), probe, sent)
+            for made, proved in zip(batch, answers, strict=True):
+                if proved and made.draft.bug not in seen:
+                    seen.add(made.draft.bug)
+                    yield finish(made, proved, f"repair__{split}")
 
 
-def _send(made: Plan, probe: Probe, sent: deque[tuple[Plan, Probe]]) -> None:
-    probe.send(made.draft)
-    sent.append((made, probe))
+def _send(batch: list[Plan], probe: Probe, sent: deque[tuple[list[Plan], Probe]]) -> None:
+    probe.send([made.draft for made in batch])
+    sent.append((batch, probe))

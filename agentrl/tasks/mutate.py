@@ -108,7 +108,7 @@ def is_addressable(edit: Edit, source: str) -> bool:
 
 @cache
 def _to_python(pattern: str) -> re.Pattern[str]:
-    """Translate a basic regular expression: a bare bracket is literal there, a quoted one groups."""
+    """Translate a basic regular expression: its bare brackets are literal, quoted ones group."""
     return re.compile(re.sub(r"\\[?()]|[()]", lambda part: _SWAPPED[part.group()], pattern))
 
 

@@ -1,6 +1,6 @@
 """Runs drafts of `repair` tasks in one process: picks the tests and records what each of them does.
 
-`python -m agentrl.tasks.probe` reads a Draft a line and writes a Proved, or null, a line.
+`python -m agentrl.tasks.probe` reads a list of Draft a line, writes one of Proved or null.
 One process for thousands of drafts: a process each would cost 30 ms and more instead of 2.
 """
 
@@ -171,12 +171,12 @@ def _on_alarm(signum: int, frame: FrameType | None) -> None:
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))  # a loop may append without end
     signal.signal(signal.SIGVTALRM, _on_alarm)
-    decoder = msgspec.json.Decoder(Draft)
+    decoder = msgspec.json.Decoder(list[Draft])
     encoder = msgspec.json.Encoder()
     answers = sys.stdout.buffer
     sys.stdout = io.StringIO()  # what tested code prints is not an answer
     for line in sys.stdin.buffer:
-        answers.write(encoder.encode(prove(decoder.decode(line))) + b"\n")
+        answers.write(encoder.encode([prove(draft) for draft in decoder.decode(line)]) + b"\n")
         answers.flush()
 
 
