@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 OPEN = "git checkout -q f.py && sed -i '"
-CLOSE = "' f.py && python check.py && echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+CLOSE = "' f.py && python -S check.py && echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
 def try_command(line: int, pattern: str, new: str) -> str:

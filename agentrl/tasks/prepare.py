@@ -29,7 +29,7 @@ from agentrl.tasks.rows import read_rows, write_rows
 from agentrl.tasks.splits import partition
 
 log = logging.getLogger(__name__)
-GENERATOR = 1
+GENERATOR = 2
 """Raised when the generator changes what a seed gives, so that older folders are made anew."""
 
 

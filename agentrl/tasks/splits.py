@@ -11,7 +11,7 @@ from agentrl.tasks.repair import Triple, Wanted, all_triples
 
 TRAINED = ("sft", "train")
 SPLITS = (*TRAINED, "held_out", "unseen_sites", "unseen_functions")
-UNSEEN_FUNCTIONS, UNSEEN_SITES, HELD_OUT = 0.15, 0.12, 0.25
+UNSEEN_FUNCTIONS, UNSEEN_SITES, HELD_OUT = 0.15, 0.12, 0.5
 RESERVED_NAMES = 0.2
 
 
