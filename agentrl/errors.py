@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 
-
 class AgentRLError(Exception):
     """Root of all. Message: what was asked, what was found, what to do."""
 
@@ -98,5 +97,3 @@ class Interrupted(AgentRLError):
 
 class LaunchError(AgentRLError, RuntimeError):
     """A role ended in a way that no restart can mend."""
-
-
