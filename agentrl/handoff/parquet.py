@@ -3,6 +3,7 @@
 A row is a trajectory; `datasets`, polars and duckdb open it as it is. Pages carry Parquet's own
 checksums. These leave page headers and the footer open, so 16 bytes between the last page and the
 footer, where Parquet looks at nothing, hold a mark and a CRC-32 of all other bytes of the file.
+Arrow writes and reads all but the heavy columns, whose pages `pages` makes (and says why).
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from agentrl.engine.base import VersionSpan
 from agentrl.errors import RecordError
+from agentrl.handoff.pages import (
+    Page,
+    decode_lists,
+    decode_texts,
+    encode_lists,
+    encode_texts,
+    graft,
+)
 from agentrl.handoff.trajectory import Group, Trajectory
 
-# Arrow's own pool returns a group's memory to the kernel after every use, and the page faults of
-# getting it back cost a quarter of the writing time; malloc keeps it.
+# Memory that goes back to the kernel after each group comes back as page faults, a quarter of the
+# time of writing. So: malloc instead of Arrow's own pool, and malloc shown a block of 16 MB, once,
+# untouched, after whose return glibc keeps up to twice as much for the next use.
 pa.set_memory_pool(pa.system_memory_pool())
+np.empty(16 << 20, np.uint8)
 
 
 def _list_of(kind: pa.DataType) -> pa.DataType:
@@ -58,10 +68,30 @@ SCHEMA = pa.schema(
 )
 SCALARS = ("run", "draw", "task_id", "attempt", "node", "reward", "cause", "turns", "tries")
 TEXTS = ("messages", "patch")
-ENCODINGS = {"tokens.list.element": "BYTE_STREAM_SPLIT"}
+TOKEN_FIELDS: dict[str, type[np.generic]] = {
+    "tokens": np.int32,
+    "logprobs": np.float32,
+    "loss_mask": np.bool_,
+}
+SPLIT = "tokens"
 """Half of a token id's bytes are nearly constant: side by side they compress better and faster."""
+LEVELS = {"tokens": 1, "logprobs": -1, "loss_mask": 1, "messages": 1, "patch": 1}
+"""Of zstd. Logprobs are zeros, which any level packs, and noise, on which a higher one toils."""
+OPTIONS: dict[str, Any] = {
+    "compression": "zstd",
+    "compression_level": LEVELS["messages"],
+    "use_dictionary": False,
+    "column_encoding": {
+        f"{SPLIT}.list.element": "BYTE_STREAM_SPLIT",
+        "loss_mask.list.element": "PLAIN",
+    },
+    "data_page_version": "2.0",
+    "write_statistics": False,
+    "write_page_checksum": True,
+    "store_schema": False,
+}
 GROUP_KEY = b"agentrl.group"
-MARK = b"AGENTRL\x01"
+MARK = b"AGENTRL\x02"
 TAIL = struct.Struct("<I4s")
 """Parquet's last eight bytes: length of the footer, and its mark."""
 SEAL = struct.Struct("<8sII")
@@ -71,21 +101,11 @@ SEAL = struct.Struct("<8sII")
 def encode_group(group: Group) -> list[memoryview]:
     """Return the file as pieces, to be written one after another."""
     facts = {"draw": group.draw, "task_id": group.task_id, "dropped": group.dropped}
-    table = _table(group.trajectories).replace_schema_metadata(
-        {GROUP_KEY: json.dumps(facts).encode()}
-    )
     sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
-        sink,
-        compression="zstd",
-        compression_level=1,
-        use_dictionary=False,  # building one costs more than all the rest, for wide vocabularies
-        column_encoding=ENCODINGS,
-        write_statistics=False,
-        write_page_checksum=True,
-    )
-    return _sealed(memoryview(sink.getvalue()))
+    with pq.ParquetWriter(sink, SCHEMA, **OPTIONS) as writer:
+        writer.write_table(_table(group.trajectories))
+        writer.add_key_value_metadata({GROUP_KEY: json.dumps(facts).encode()})
+    return _sealed(*_with_pages(memoryview(sink.getvalue()).cast("B"), group.trajectories))
 
 
 def decode_group(data: bytes, path: Path) -> Group:
@@ -93,15 +113,15 @@ def decode_group(data: bytes, path: Path) -> Group:
     _check_seal(data, path)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
-        table = file.read()
+        _check_types(file.schema_arrow)
         facts = json.loads((file.metadata.metadata or {})[GROUP_KEY])
         group = Group(
             draw=int(facts["draw"]),
             task_id=str(facts["task_id"]),
             dropped=str(facts["dropped"]),
-            trajectories=_trajectories(_conforming(table)),
+            trajectories=_trajectories(file, memoryview(data)),
         )
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         raise RecordError(f"{path}: not a readable group: {error}") from error
     strays = [one for one in group.trajectories if one.draw != group.draw]
     if strays:
@@ -111,11 +131,32 @@ def decode_group(data: bytes, path: Path) -> Group:
     return group
 
 
-def _sealed(file: memoryview) -> list[memoryview]:
-    footer_size, _ = TAIL.unpack(file[-TAIL.size :])
-    body, footer = file[: -footer_size - TAIL.size], file[-footer_size - TAIL.size :]
-    seal = SEAL.pack(MARK, zlib.crc32(body), zlib.crc32(footer))
-    return [body, memoryview(seal), footer]
+def _with_pages(
+    file: memoryview, rows: Sequence[Trajectory]
+) -> tuple[list[memoryview], memoryview]:
+    """Return what comes before the seal, and the footer, of `file` with its heavy columns full."""
+    footer_size, magic = TAIL.unpack(file[-TAIL.size :])
+    body, footer = file[: -footer_size - TAIL.size], file[-footer_size - TAIL.size : -TAIL.size]
+    if not rows:
+        return [body], file[len(body) :]
+    pages = {name.encode(): _page(name, rows) for name in LEVELS}
+    grafted = graft(len(body), footer, pages)
+    pieces = [piece for page in pages.values() for piece in page.pieces]
+    return [body, *pieces], memoryview(grafted + TAIL.pack(len(grafted), magic))
+
+
+def _page(name: str, rows: Sequence[Trajectory]) -> Page:
+    values = [getattr(row, name) for row in rows]
+    if name in TEXTS:
+        return encode_texts(values, level=LEVELS[name])
+    return encode_lists(values, is_split=name == SPLIT, level=LEVELS[name])
+
+
+def _sealed(before: list[memoryview], footer: memoryview) -> list[memoryview]:
+    checksum = 0
+    for piece in before:
+        checksum = zlib.crc32(piece, checksum)
+    return [*before, memoryview(SEAL.pack(MARK, checksum, zlib.crc32(footer))), footer]
 
 
 def _check_seal(data: bytes, path: Path) -> None:
@@ -136,22 +177,17 @@ def _check_seal(data: bytes, path: Path) -> None:
 def _table(rows: Sequence[Trajectory]) -> pa.Table:
     columns: dict[str, pa.Array] = {
         name: pa.array([getattr(row, name) for row in rows], SCHEMA.field(name).type)
-        for name in (*SCALARS, *TEXTS)
+        for name in SCALARS
     }
-    for name in ("tokens", "logprobs", "loss_mask"):
-        columns[name] = _list_array([getattr(row, name) for row in rows], SCHEMA.field(name).type)
+    for name in TOKEN_FIELDS:
+        columns[name] = pa.array([()] * len(rows), SCHEMA.field(name).type)
+    for name in TEXTS:
+        columns[name] = pa.array([""] * len(rows), SCHEMA.field(name).type)
     columns["versions"] = _span_array(rows)
     columns["seconds"] = pa.array(
         [list(row.seconds.items()) for row in rows], SCHEMA.field("seconds").type
     )
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
-
-
-def _list_array(rows: Sequence[NDArray[Any]], kind: pa.DataType) -> pa.Array:
-    values = np.concatenate(rows) if rows else np.empty(0, kind.value_type.to_pandas_dtype())
-    return pa.ListArray.from_arrays(
-        _offsets([len(row) for row in rows]), pa.array(values, kind.value_type), type=kind
-    )
 
 
 def _span_array(rows: Sequence[Trajectory]) -> pa.Array:
@@ -169,14 +205,13 @@ def _offsets(lengths: Sequence[int]) -> pa.Array:
     return pa.array(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int32))
 
 
-def _conforming(table: pa.Table) -> pa.Table:
-    found = {item.name: item.type for item in table.schema}
+def _check_types(found: pa.Schema) -> None:
+    types = {item.name: item.type for item in found}
     for item in SCHEMA:
-        if item.name not in found:
+        if item.name not in types:
             raise ValueError(f"column {item.name!r} is missing")
-        if not _same(found[item.name], item.type):
-            raise ValueError(f"column {item.name!r} is {found[item.name]}, must be {item.type}")
-    return table.combine_chunks()
+        if not _same(types[item.name], item.type):
+            raise ValueError(f"column {item.name!r} is {types[item.name]}, must be {item.type}")
 
 
 def _same(found: pa.DataType, wanted: pa.DataType) -> bool:
@@ -194,28 +229,44 @@ def _same(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found == wanted)
 
 
-def _trajectories(table: pa.Table) -> tuple[Trajectory, ...]:
-    if not table.num_rows:
+def _trajectories(file: pq.ParquetFile, data: memoryview) -> tuple[Trajectory, ...]:
+    rows = file.metadata.num_rows
+    if not rows:
         return ()
-    plain = {name: table.column(name).to_pylist() for name in (*SCALARS, *TEXTS)}
+    names = [name for name in SCHEMA.names if name not in LEVELS]
+    table = file.read(names, use_threads=False).combine_chunks()  # a few small columns
+    plain = {name: table.column(name).to_pylist() for name in SCALARS}
     seconds = table.column("seconds").to_pylist()
-    tokens, logprobs, masks = (_rows(table, name) for name in ("tokens", "logprobs", "loss_mask"))
-    spans = table.column("versions").to_pylist()
+    pages = _pages(file.metadata.row_group(0), data)
+    arrays = {name: decode_lists(pages[name], kind, rows) for name, kind in TOKEN_FIELDS.items()}
+    texts = {name: decode_texts(pages[name], rows) for name in TEXTS}
+    spans = _spans(table.column("versions").chunk(0))
     return tuple(
         Trajectory(
             **{name: values[row] for name, values in plain.items()},
-            tokens=tokens[row],
-            logprobs=logprobs[row],
-            loss_mask=masks[row],
-            versions=tuple(VersionSpan(**span) for span in spans[row]),
+            tokens=arrays["tokens"][row],
+            logprobs=arrays["logprobs"][row],
+            loss_mask=arrays["loss_mask"][row],
+            versions=spans[row],
+            messages=texts["messages"][row],
+            patch=texts["patch"][row],
             seconds=dict(seconds[row] or ()),
         )
-        for row in range(table.num_rows)
+        for row in range(rows)
     )
 
 
-def _rows(table: pa.Table, name: str) -> list[NDArray[Any]]:
-    column = table.column(name).chunk(0)
-    offsets = column.offsets.to_numpy()
-    values = column.values.to_numpy(zero_copy_only=False)
-    return [values[first:last] for first, last in pairwise(offsets)]
+def _spans(column: pa.ListArray) -> list[tuple[VersionSpan, ...]]:
+    fields = [column.values.field(place).to_numpy().tolist() for place in range(len(SPAN))]
+    spans = [
+        VersionSpan(version=version, start=start, end=end)
+        for version, start, end in zip(*fields, strict=True)
+    ]
+    return [tuple(spans[first:last]) for first, last in pairwise(column.offsets.to_pylist())]
+
+
+def _pages(row_group: pq.RowGroupMetaData, data: memoryview) -> dict[str, memoryview]:
+    columns = [row_group.column(place) for place in range(row_group.num_columns)]
+    return {
+        column.path_in_schema.split(".")[0]: data[column.data_page_offset :] for column in columns
+    }
