@@ -176,6 +176,7 @@ async def _attempt_all(
         config,
         node=0,
         urls=engines.urls,
+        weights=engines.weights,
         leases=out / "leases",
         events=events,
         temperature=config.evaluation.temperature,

@@ -47,5 +47,6 @@ class Engine(Protocol):
     ) -> Generation:
         """Sample a reply; calls with the same `trajectory` stick to one engine while it lives.
 
-        Raises EngineLost once the retry budget is spent.
+        `input_ids` is lent for the call: it is the caller's growing buffer, so an engine neither
+        changes it nor keeps it. Raises EngineLost once the retry budget is spent.
         """

@@ -89,8 +89,8 @@ class _Reply:
 class EngineClient:
     """Speaks to the engines that `urls()` lists, over one pooled session.
 
-    version: current version of the weights, where the caller knows it; the prefix cache of an
-    engine is then asked for under that name only.
+    weights: a name of the weights that the engines of `urls()` proved; an engine's prefix cache is
+    asked for under that name only, so that no reply builds on keys and values of other weights.
     """
 
     def __init__(
@@ -99,14 +99,14 @@ class EngineClient:
         config: EngineConfig,
         events: Writer | None = None,
         *,
-        version: Callable[[], int] | None = None,
+        weights: Callable[[], str] | None = None,
         concurrency: int = 0,
     ) -> None:
         self._router = Router(urls)
         self._urls = urls
         self._config = config
         self._events = events or NoEvents()
-        self._version = version
+        self._weights = weights
         self._concurrency = concurrency
         self._session: aiohttp.ClientSession | None = None
 
@@ -223,8 +223,8 @@ class EngineClient:
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        if self._version is not None:
-            body["extra_key"] = f"version-{self._version()}"
+        if self._weights is not None:
+            body["extra_key"] = self._weights()
         return msgspec.json.encode(body)
 
     async def _wait_for_engine(self, trajectory: str, avoid: set[str]) -> str:

@@ -104,6 +104,11 @@ class EngineSupervisor:
             if engine.admin is not None and engine.proved == self._wanted()
         ]
 
+    def weights(self) -> str:
+        """Name the weights that the engines of `urls()` proved, as no others are ever named."""
+        attempt, version, checksum = self._wanted()
+        return f"{attempt}-{version}-{checksum[:16]}"
+
     async def update(self, announced: Announced) -> None:
         """Move all engines to `announced`, each on its own; unproved ones stop being routable now.
 

@@ -62,6 +62,7 @@ async def run_node(
                     attempt=attempt,
                     run_dir=run_dir,
                     urls=supervisor.urls,
+                    weights=supervisor.weights,
                     stop=is_stopping,
                     events=events,
                 )
@@ -102,7 +103,7 @@ async def _follow(
     """Bring the engines to each announced version, and tell worker processes who serves it."""
     current = view.announced
     file = EnginesFile(attempt_dir, node)
-    told: tuple[list[str], int] | None = None
+    told: tuple[list[str], str] | None = None
     while True:
         newest = view.refresh()
         if newest is not None and (current is None or newest.identity != current.identity):
@@ -111,7 +112,7 @@ async def _follow(
             current = newest
         if supervisor.failed:
             raise supervisor.failed
-        state = (supervisor.urls(), current.version if current else -1)
+        state = (supervisor.urls(), supervisor.weights())
         if config.rollout.workers > 1 and state != told:
             file.publish(*state)
             told = state

@@ -70,16 +70,24 @@ class EnginesFile:
         self.path = attempt_dir / f"engines-{node}.json"
         self._seen = (-1, -1)
         self._urls: list[str] = []
+        self._weights = ""
 
-    def publish(self, urls: Sequence[str], version: int) -> None:
-        publish_json(self.path, {"version": version, "urls": list(urls)})
+    def publish(self, urls: Sequence[str], weights: str) -> None:
+        """Tell who serves `weights`, as the supervisor names them."""
+        publish_json(self.path, {"weights": weights, "urls": list(urls)})
+
+    def weights(self) -> str:
+        """Return the name of the weights that the engines last read by `urls` have proved."""
+        return self._weights
 
     def urls(self) -> list[str]:
         """Return the engines that have proved the current version; none before the first."""
         try:
             stat = os.stat(self.path)
             if (stat.st_ino, stat.st_mtime_ns) != self._seen:
-                self._urls = [str(url) for url in json.loads(self.path.read_bytes())["urls"]]
+                told = json.loads(self.path.read_bytes())
+                self._urls = [str(url) for url in told["urls"]]
+                self._weights = str(told["weights"])
                 self._seen = (stat.st_ino, stat.st_mtime_ns)
         except FileNotFoundError:
             return []

@@ -127,12 +127,18 @@ async def run_worker(
     attempt: int,
     run_dir: Path,
     urls: Callable[[], Sequence[str]],
+    weights: Callable[[], str],
     stop: Callable[[], bool],
     events: Writer,
 ) -> int:
     """Open what a worker needs and run it; 0 when the trainer is done, 75 when stopped."""
     async with open_workshop(
-        config, node=node, urls=urls, leases=run_dir / "leases", events=events
+        config,
+        node=node,
+        urls=urls,
+        weights=weights,
+        leases=run_dir / "leases",
+        events=events,
     ) as shop:
         return await Worker(
             shop=shop,
@@ -162,6 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     parent = os.getppid()
     attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
     events = EventWriter(run_dir / "events", "inference", node=str(node))
+    engines = EnginesFile(attempt_dir, node)
     try:
         return asyncio.run(
             run_worker(
@@ -170,7 +177,8 @@ def main(arguments: Sequence[str]) -> int:
                 worker=worker,
                 attempt=attempt,
                 run_dir=run_dir,
-                urls=EnginesFile(attempt_dir, node).urls,
+                urls=engines.urls,
+                weights=engines.weights,
                 stop=lambda: asked[0] or os.getppid() != parent,
                 events=events,
             )

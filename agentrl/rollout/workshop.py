@@ -23,6 +23,7 @@ async def open_workshop(
     *,
     node: int,
     urls: Callable[[], Sequence[str]],
+    weights: Callable[[], str] | None = None,
     leases: Path,
     events: Writer,
     temperature: float | None = None,
@@ -30,8 +31,8 @@ async def open_workshop(
 ) -> AsyncIterator[Workshop]:
     """Yield the workshop of one process; its sandboxes are closed at the end.
 
-    urls: the engines to use now. tokenizer: folder that has it; None is model.path.
-    Raises TemplateError, SandboxUnavailable.
+    urls: the engines to use now. weights: the name of what they proved to hold. tokenizer: folder
+    that has it; None is model.path. Raises TemplateError, SandboxUnavailable.
     """
     tokens = ChatTokens.load(tokenizer or Path(config.model.path), mode=config.agent.mode)
     prompts = Prompts.load(Path(config.agent.prompts))
@@ -39,7 +40,7 @@ async def open_workshop(
         config.sandbox, run=config.name, leases=leases, concurrency=config.rollout.concurrency
     )
     try:
-        async with EngineClient(urls, config.engine, events) as engine:
+        async with EngineClient(urls, config.engine, events, weights=weights) as engine:
             yield Workshop(
                 config=config,
                 node=node,

@@ -163,6 +163,21 @@ def test_rids_are_unique_and_end_in_a_delimiter() -> None:
     assert all(len(rid) == 33 and rid.endswith("-") for rid in rids)
 
 
+def test_the_prefix_cache_is_asked_for_under_the_name_of_the_weights() -> None:
+    names = iter(["1-4-abc", "1-5-def"])
+    script = Script(reply([1, 2], "abort"), reply([3]))
+
+    async def go() -> None:
+        async with (
+            script.serve() as url,
+            EngineClient(lambda: [url], CONFIG, weights=lambda: next(names)) as client,
+        ):
+            await client.generate([5], SAMPLING, trajectory="t")
+
+    asyncio.run(go())
+    assert [body["extra_key"] for body in script.asked] == ["1-4-abc", "1-5-def"]
+
+
 def test_more_than_a_hundred_requests_run_at_once() -> None:
     async def go() -> int:
         running = peak = 0

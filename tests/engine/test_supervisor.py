@@ -53,7 +53,9 @@ def supervise(
         )
         try:
             await supervisor.start(announced)
-            async with EngineClient(supervisor.urls, config, writer) as client:
+            async with EngineClient(
+                supervisor.urls, config, writer, weights=supervisor.weights
+            ) as client:
                 await body(supervisor, client)
         finally:
             await supervisor.close()
@@ -81,11 +83,13 @@ def test_an_update_in_flight_gives_spans_and_no_unproved_engine_is_routable(
     async def body(supervisor: EngineSupervisor, client: EngineClient) -> None:
         reply = asyncio.create_task(client.generate([1, 2, 3], SAMPLING, trajectory="t"))
         await asyncio.sleep(0.1)
+        before = supervisor.weights()
         update = asyncio.create_task(supervisor.update(announce(other_model, 1)))
         await asyncio.sleep(0)
         assert supervisor.urls() == []
         await update
         assert len(supervisor.urls()) == 1
+        assert supervisor.weights() != before
         got = await reply
         assert is_whole(got)
         assert {span.version for span in got.versions} <= {0, 1}

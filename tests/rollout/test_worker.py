@@ -83,8 +83,7 @@ def test_a_worker_goes_as_far_ahead_as_allowed_and_ends_when_the_trainer_is_done
         await asyncio.sleep(0.2)  # it would go on, if it were to
         assert list(list_spool(spool)) == [0, 1, 2, 3]
         trainer.consume(2)
-        await until(lambda: 5 in list_spool(spool))
-        assert list(list_spool(spool)) == [2, 3, 4, 5]
+        await until(lambda: list(list_spool(spool)) == [2, 3, 4, 5])
         trainer.announce(done=True)
         return await running
 
@@ -196,8 +195,9 @@ def test_a_broken_announcement_is_borne_for_a_while_only(tmp_path):
 def test_engines_are_read_again_only_once_published(tmp_path):
     file = EnginesFile(tmp_path, 0)
     assert file.urls() == []
-    file.publish(["http://127.0.0.1:1"], 3)
+    file.publish(["http://127.0.0.1:1"], "1-3-abc")
     assert EnginesFile(tmp_path, 0).urls() == file.urls() == ["http://127.0.0.1:1"]
-    file.publish([], 4)
-    assert file.urls() == []
+    assert file.weights() == "1-3-abc"
+    file.publish([], "1-4-def")
+    assert (file.urls(), file.weights()) == ([], "1-4-def")
     assert os.listdir(tmp_path) == ["engines-0.json"]
