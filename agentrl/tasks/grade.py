@@ -7,7 +7,7 @@ import secrets
 import shlex
 from pathlib import Path
 
-from agentrl.errors import GradingError
+from agentrl.errors import GradingError, SandboxLost
 from agentrl.sandbox.base import TESTBED, ExecResult, Sandbox
 from agentrl.tasks import runner
 from agentrl.tasks.task import Task, Verdict
@@ -22,14 +22,13 @@ async def grade(task: Task, sandbox: Sandbox, *, image: Path, timeout_s: float) 
     """Run the tests of `task` on the sandbox's repository, after restoring the test files.
 
     image: the task's untouched folder. A test that is not reported has failed; so have all when
-    the tests run out of time, which is the policy's doing. Raises GradingError when they could not
+    the tests run out of time or cannot be put in place (a full disk, a folder closed to writing),
+    which is the policy's doing. Raises GradingError when they could not
     start, SandboxLost.
     """
     await sandbox.stop_processes()
-    if task.test_command == CHECK_COMMAND:
-        results, log = await _run_own(task, sandbox, image, timeout_s)
-    else:
-        results, log = await _run_foreign(task, sandbox, image, timeout_s)
+    run = _run_own if task.test_command == CHECK_COMMAND else _run_foreign
+    results, log = await run(task, sandbox, image, timeout_s)
     wanted = (*task.fail_to_pass, *task.pass_to_pass)
     passed = tuple(name for name in wanted if results.get(name) == "PASSED")
     failed = tuple(name for name in wanted if results.get(name) != "PASSED")
@@ -47,7 +46,8 @@ async def _run_own(
         raise GradingError(f"task {task.instance_id}: test file {missing[0]} is not in test_files")
     nonce = secrets.token_hex(16)
     path = f"/tmp/grade-{secrets.token_hex(8)}/run.py"
-    await sandbox.put(path, runner.render(files, tests, nonce).encode())
+    if refused := await _put(sandbox, path, runner.render(files, tests, nonce).encode()):
+        return {}, refused
     done = await sandbox.exec(
         f"exec {_PYTHON} -I -S -B -X pycache_prefix=/tmp/none {path}",
         timeout_s=timeout_s,
@@ -68,13 +68,25 @@ async def _run_foreign(
     """Run the row's own command. Its output is believed, as SWE-smith's harness does."""
     for name in task.test_files:
         await sandbox.exec(f"rm -rf -- {shlex.quote(name)}", timeout_s=timeout_s)
-        await sandbox.put(name, _untouched(image, name))
+        if refused := await _put(sandbox, name, _untouched(image, name)):
+            return {}, refused
     done = await sandbox.exec(
         f"cd {TESTBED} && {task.test_command}", timeout_s=timeout_s, max_bytes=_LOG_BYTES
     )
     if done.exit_code in (126, 127):
         _refuse_unstarted(task, done)
     return ({} if done.timed_out else parse_log(done.output)), done.output
+
+
+async def _put(sandbox: Sandbox, path: str, data: bytes) -> str:
+    """Write a file; return why the sandbox's own file system refused it, else ''."""
+    try:
+        await sandbox.put(path, data)
+    except SandboxLost:
+        raise
+    except OSError as error:
+        return f"cannot put the tests in place: {error}"
+    return ""
 
 
 def parse_log(log: str) -> dict[str, str]:

@@ -87,11 +87,18 @@ def collect(read, pid):
     return found
 
 
+def nonce_of(file):
+    return open(file).read().rpartition("#")[2].strip()
+
+
 def main():
-    restore()
+    try:
+        restore()
+    except OSError as error:  # a full disk, a folder without write permission: the agent's doing
+        print(nonce_of(__file__), "started", flush=True)
+        sys.exit(f"cannot restore the tests: {error}")
     children = {name: fork(name) for name in TESTS}
-    with open(__file__) as file:
-        nonce = file.read().rpartition("#")[2].strip()
+    nonce = nonce_of(__file__)
     os.unlink(__file__)
     print(nonce, "started", flush=True)
     lines = []

@@ -166,6 +166,18 @@ def test_a_process_left_behind_does_not_hold_the_verdict(
     assert grade_after(task, image, tmp_path, "sleep 60 &", f__py=left + fixed(task)).resolved
 
 
+@pytest.mark.parametrize(
+    "command", ["yes > /tmp/full", "chmod 500 .", "chmod 500 /tmp", "rm -rf /testbed/*"]
+)
+@pytest.mark.parametrize("runs", ["python check.py", "python3 check.py -v"])
+def test_an_agent_that_hinders_the_tests_has_failed(
+    command: str, runs: str, task: Task, image: Path, tmp_path: Path
+) -> None:
+    verdict = grade_after(replace(task, test_command=runs), image, tmp_path, command)
+    assert not verdict.resolved
+    assert set(task.fail_to_pass) <= set(verdict.failed)
+
+
 def test_a_test_that_the_image_lacks_is_our_failure(
     task: Task, image: Path, tmp_path: Path
 ) -> None:
