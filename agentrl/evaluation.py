@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +189,7 @@ async def _attempt_all(
             if engines.failed:
                 raise engines.failed
 
+        shop = replace(shop, takes_patches=True)  # preds.json needs them
         await run_groups(shop, tasks, todo, out / "spool", check=check, progress=progress)
 
 

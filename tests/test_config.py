@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl import config
+from agentrl import config, config_checks
 from agentrl.errors import ConfigError
 
 
@@ -56,14 +56,14 @@ def test_a_choice_that_is_none_names_the_nearest(tmp_path: Path) -> None:
         config.load(write(tmp_path, "sandbox: {kind: bublewrap}"))
 
 
-@pytest.mark.parametrize(("inner", "outer"), list(pairwise(config.NESTED)))
+@pytest.mark.parametrize(("inner", "outer"), list(pairwise(config_checks.NESTED)))
 def test_timeouts_that_do_not_nest_are_refused(tmp_path: Path, inner: str, outer: str) -> None:
     limit = config.get(config.RunConfig(), outer)
     with pytest.raises(ConfigError, match=f"timeouts do not nest: {inner}=.*{outer}="):
         config.load(write(tmp_path, "{}"), [f"{inner}={limit}"])
 
 
-@pytest.mark.parametrize("key", config.POSITIVE)
+@pytest.mark.parametrize("key", config_checks.POSITIVE)
 def test_counts_below_one_are_refused(tmp_path: Path, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}=0: must be 1 or more"):
         config.load(write(tmp_path, "{}"), [f"{key}=0"])

@@ -41,6 +41,7 @@ def _embedded(config: EngineConfig, options: StartOptions) -> list[str]:
         "kept": config.max_running,
         "context-length": config.context_length,
         "threads": config.threads,
+        "niceness": config.niceness,
         "ready-file": options.ready_file,
     }
     return [sys.executable, "-P", "-m", "agentrl.engine.server", *_pairs(flags), "--watch-stdin"]

@@ -45,6 +45,7 @@ class ServerOptions:
     prefill_tokens: int = 4096
     """Tokens of one prefill call, padding included."""
     threads: int = 1
+    niceness: int = 0
     weight_version: str = "0"
     ready_file: Path | None = None
     is_watching_stdin: bool = False
@@ -60,6 +61,7 @@ def parse(argv: list[str]) -> ServerOptions:
     parser.add_argument("--context-length", type=int, default=512)
     parser.add_argument("--prefill-tokens", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--niceness", type=int, default=0, help="added to this process's")
     parser.add_argument("--weight-version", default="0")
     parser.add_argument("--ready-file", type=Path)
     parser.add_argument("--watch-stdin", action="store_true", dest="is_watching_stdin")
@@ -110,6 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if options.is_watching_stdin:
         watch_stdin()
+    os.nice(options.niceness)
     torch.set_num_threads(options.threads)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(serve(options))

@@ -54,6 +54,7 @@ async def open_workshop(
                     window=config.rollout.infra_window, max_rate=config.rollout.max_infra_rate
                 ),
                 temperature=temperature,
+                takes_patches=config.rollout.take_patches,
             )
     finally:
         await provider.close()

@@ -31,7 +31,7 @@ def test_the_embedded_engine_is_started_by_this_command() -> None:
     assert engine_command(EngineConfig(), OPTIONS) == [
         *(sys.executable, "-P", "-m", "agentrl.engine.server", "--model", "/w/v000012"),
         *("--weight-version", "12", "--port", "30003", "--max-running", "64", "--kept", "64"),
-        *("--context-length", "512", "--threads", "1", "--watch-stdin"),
+        *("--context-length", "512", "--threads", "1", "--niceness", "0", "--watch-stdin"),
     ]
 
 

@@ -1,0 +1,94 @@
+"""What a whole config must satisfy: values that cannot work, alone or together."""
+
+from __future__ import annotations
+
+import difflib
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config import RunConfig
+
+CHOICES = {
+    "model.init": ("none", "qwen3"),
+    "tasks.source": ("repair", "swesmith"),
+    "sandbox.kind": ("bubblewrap", "process"),
+    "agent.mode": ("tool", "text"),
+    "engine.kind": ("embedded", "sglang"),
+    "engine.pause_mode": ("abort", "in_place", "retract"),
+    "training.kl_estimator": ("k1", "k2", "k3"),
+    "training.aggregation": ("token", "trajectory"),
+    "training.dtype": ("float32", "bfloat16"),
+    "handoff": ("files",),
+    "weights": ("disk",),
+}
+POSITIVE = (
+    "agent.max_turns",
+    "agent.tokens_per_turn",
+    "engine.count",
+    "engine.max_running",
+    "evaluation.attempts",
+    "rollout.attempts_per_task",
+    "rollout.concurrency",
+    "rollout.nodes",
+    "rollout.workers",
+    "sandbox.max_starts",
+    "training.checkpoint_every",
+    "training.groups_per_step",
+    "training.keep_checkpoints",
+    "training.keep_versions",
+)
+NESTED = (
+    "agent.command_timeout_s",
+    "agent.turn_timeout_s",
+    "agent.trajectory_timeout_s",
+    "rollout.group_timeout_s",
+)
+
+
+def check(config: RunConfig) -> None:
+    """Refuse values that cannot work, alone or together."""
+    for key, allowed in CHOICES.items():
+        if (found := get(config, key)) not in allowed:
+            near = difflib.get_close_matches(str(found), allowed, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"{key}={found!r}: must be one of {', '.join(allowed)}{hint}")
+    for key in POSITIVE:
+        if (found := get(config, key)) < 1:
+            raise ConfigError(f"{key}={found}: must be 1 or more")
+    for inner, outer in pairwise(NESTED):
+        if not 0 < get(config, inner) < get(config, outer):
+            raise ConfigError(
+                f"timeouts do not nest: {inner}={get(config, inner)} must be over 0 and under "
+                f"{outer}={get(config, outer)}; raise the outer or lower the inner"
+            )
+    if config.agent.tokens_per_trajectory > config.engine.context_length:
+        raise ConfigError(
+            f"agent.tokens_per_trajectory={config.agent.tokens_per_trajectory} is over "
+            f"engine.context_length={config.engine.context_length}; lower the first"
+        )
+    if not 2 <= config.rollout.min_group <= config.rollout.attempts_per_task:
+        raise ConfigError(
+            f"rollout.min_group={config.rollout.min_group}: must be 2 to "
+            f"rollout.attempts_per_task={config.rollout.attempts_per_task}"
+        )
+    if config.rollout.max_staleness < 0 or not 0 < config.rollout.max_infra_rate <= 1:
+        raise ConfigError(
+            f"rollout.max_staleness={config.rollout.max_staleness} must be 0 or more and "
+            f"rollout.max_infra_rate={config.rollout.max_infra_rate} over 0, at most 1"
+        )
+    if config.agent.temperature <= 0:
+        raise ConfigError(
+            f"agent.temperature={config.agent.temperature}: training samples, so must be over 0; "
+            "evaluation.temperature=0 is the greedy one"
+        )
+
+
+def get(config: RunConfig, key: str) -> Any:
+    """Return the value at a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
