@@ -17,6 +17,14 @@ MS_FROM_STATVFS = {2: 2, 4: 4, 8: 8, 1024: 1024, 2048: 2048, 4096: 1 << 21}
 """Flags that a remount must repeat: nosuid, nodev, noexec, noatime, nodiratime, relatime."""
 
 
+GUARDED = {
+    "x86_64": (0xC000003E, (302, 142, 144, 203, 314)),
+    "aarch64": (0xC00000B7, (261, 118, 119, 122, 274)),
+}
+"""By machine: its name to seccomp; prlimit64, sched_setparam, _setscheduler, _setaffinity, _setattr:
+calls that take a pid first and ask for no more than the same uid."""
+
+
 def libc(name: str, *args: int | bytes | None) -> None:
     """Call a function of libc that answers 0 or sets errno. Raises OSError.
 
@@ -97,7 +105,7 @@ def build_root(copy: bool, processes: int) -> bytes:
         write("/proc/sys/kernel/pid_max", str(max(301 + processes, 400)))
     # a root host's sandbox holds the host's root uid without its capabilities: everything that
     # this uid may change by ownership alone has to be read-only
-    for name in ("sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"):
+    for name in ("1", "sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"):
         if os.path.exists(path := f"/proc/{name}"):
             bind(path, path)
             make_read_only(path)
@@ -134,6 +142,41 @@ def drop_privileges() -> None:
     ]
     if held or status["NoNewPrivs"].strip() != "1":
         raise PermissionError(f"privileges are still held after dropping them: {held}")
+
+
+def guard_first_process() -> None:
+    """Refuse calls with which commands could starve this process: a policy would end its sandbox.
+
+    They share its uid, so prlimit(1, …) would be theirs to call. Elsewhere than on the machines of
+    GUARDED it stays possible. Calls of another word size are refused altogether.
+    """
+    if os.uname().machine not in GUARDED:
+        return
+    import array
+
+    arch, numbers = GUARDED[os.uname().machine]
+    load, mask, equal, answer, x32 = 0x20, 0x54, 0x15, 0x06, 0x40000000
+    allow, refuse = 0x7FFF0000, 0x00050000 | 1  # EPERM
+    program = [
+        (load, 0, 0, 4),  # the machine
+        (equal, 0, len(numbers) + 6, arch),
+        (load, 0, 0, 0),  # the call
+        (mask, 0, 0, 0xFFFFFFFF ^ x32),
+        *((equal, len(numbers) - index, 0, number) for index, number in enumerate(numbers)),
+        (answer, 0, 0, allow),
+        (load, 0, 0, 16),  # its pid
+        (equal, 1, 0, 1),
+        (answer, 0, 0, allow),
+        (answer, 0, 0, refuse),
+    ]
+    code = b"".join(
+        op.to_bytes(2, "little") + bytes((yes, no)) + value.to_bytes(4, "little")
+        for op, yes, no, value in program
+    )
+    held = array.array("B", code)
+    header = len(program).to_bytes(8, "little") + held.buffer_info()[0].to_bytes(8, "little")
+    pr_set_seccomp, mode_filter = 22, 2
+    libc("prctl", pr_set_seccomp, mode_filter, header, 0, 0)
 
 
 def adopt_orphans() -> None:

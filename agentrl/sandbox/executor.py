@@ -12,7 +12,13 @@ import resource
 import select
 import time
 
-from agentrl.sandbox.confine import adopt_orphans, build_root, drop_privileges, set_limits
+from agentrl.sandbox.confine import (
+    adopt_orphans,
+    build_root,
+    drop_privileges,
+    guard_first_process,
+    set_limits,
+)
 from agentrl.sandbox.frames import pack, unpack
 
 MEMORY_WORDS = (b"MemoryError", b"Cannot allocate memory", b"bad_alloc", b"out of memory")
@@ -345,6 +351,7 @@ def main(argv: list[str]) -> None:
     if kind == "init":
         how = build_root(bool(copy), processes)
         drop_privileges()
+        guard_first_process()
         os.chdir("/testbed")
     else:
         os.chdir(argv[7])

@@ -84,6 +84,11 @@ ATTEMPTS = (
     "cat /proc/1/environ",
     "head -c 1 /proc/1/mem",
     "echo 9999999 > /proc/sys/kernel/pid_max",
+    "prlimit --pid 1 --as=1",
+    "prlimit --pid 1 --nofile=0",
+    "chrt --idle --pid 0 1",
+    "taskset -p 1 1",
+    "echo 1000 > /proc/1/oom_score_adj",
     "ls /.scratch",
     "ls /.image",
 )
@@ -91,10 +96,15 @@ ATTEMPTS = (
 
 def test_commands_cannot_undo_the_sandbox(bubble: Any) -> None:
     async def body(sandbox: Sandbox) -> list[str]:
-        done = {attempt: await sandbox.exec(attempt, timeout_s=5) for attempt in ATTEMPTS}
+        done = {attempt: await sandbox.exec(attempt, timeout_s=20) for attempt in ATTEMPTS}
         return [attempt for attempt, result in done.items() if result.exit_code == 0]
 
     assert bubble.run(body) == []
+
+
+def test_a_command_may_still_set_its_own_limits(bubble: Any) -> None:
+    done = bubble.sh("prlimit --nofile=100 sh -c 'ulimit -n'; nice true && taskset 1 true")
+    assert (done.output, done.exit_code) == ("100\n", 0)
 
 
 def test_signals_do_not_end_the_executor(bubble: Any) -> None:
