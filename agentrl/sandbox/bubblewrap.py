@@ -2,10 +2,10 @@
 
 Not a boundary against kernel exploits. Bounded: each process's memory, CPU time and file size, the
 number of processes, all bytes written. Not bounded: the share of the CPUs, and memory summed over
-processes (at most memory_mb × processes + disk_mb): where concurrency × that is more than the host
-has, a policy may bring the host's out-of-memory killer on its own sandbox, which then counts as lost
-(reward None) and not as failed. Commands cannot end, trace, limit or slow the sandbox's first
-process on x86-64 and ARM64; elsewhere `prlimit --pid 1` remains to them.
+processes (at most memory_mb × processes + disk_mb): where concurrency × that is more than the
+host has, a policy may bring the host's out-of-memory killer on its own sandbox, which then counts
+as lost (reward None) and not as failed. Commands cannot end, trace, limit or slow the sandbox's
+first process on x86-64 and ARM64; elsewhere `prlimit --pid 1` remains to them.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ GUARDED = {
     "x86_64": (0xC000003E, (302, 142, 144, 203, 314)),
     "aarch64": (0xC00000B7, (261, 118, 119, 122, 274)),
 }
-"""By machine: its name to seccomp; prlimit64, sched_setparam, _setscheduler, _setaffinity, _setattr:
-calls that take a pid first and ask for no more than the same uid."""
+"""By machine: its name to seccomp, and the numbers of prlimit64, sched_setparam, _setscheduler,
+_setaffinity and _setattr: calls that take a pid first and ask for no more than the same uid."""
 
 
 def libc(name: str, *args: int | bytes | None) -> None:
