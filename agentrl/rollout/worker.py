@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 from agentrl import config as configs
 from agentrl.config import RunConfig
 from agentrl.errors import TooManyInfraFailures, WaitTimeout
-from agentrl.events import EventWriter, Writer, now
+from agentrl.events import EventWriter, Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.handoff.spool import SpoolWriter, list_spool
 from agentrl.rollout.attempt import Workshop
@@ -93,9 +94,9 @@ class Worker:
 
     async def _wait_for_trainer(self) -> None:
         limit_s = self.shop.config.training.wait_timeout_s
-        deadline = now() + limit_s
+        deadline = time.monotonic() + limit_s
         while not self._is_over() and self.view.announced is None:
-            if now() > deadline:
+            if time.monotonic() > deadline:
                 raise WaitTimeout(
                     f"no weights announced within training.wait_timeout_s={limit_s:g}: the trainer "
                     "of this launch attempt is missing; read its log"

@@ -1,5 +1,6 @@
 import asyncio
 import os
+import time
 
 import pytest
 from rollout_toys import ToyAgent, ToyProvider, shop, task
@@ -169,6 +170,23 @@ def test_a_trainer_that_never_shows_up_is_named(tmp_path):
     settings.training.wait_timeout_s = 0.05
     with pytest.raises(WaitTimeout, match="the trainer of this launch attempt is missing"):
         asyncio.run(worker(tmp_path, settings=settings).run())
+
+
+def test_a_jump_of_the_hosts_clock_ends_no_wait(tmp_path, monkeypatch):
+    settings = config()
+    settings.training.wait_timeout_s = 60.0
+
+    async def run():
+        running = asyncio.create_task(worker(tmp_path, settings=settings).run())
+        await asyncio.sleep(0)  # it has begun to wait
+        real = time.time
+        monkeypatch.setattr(time, "time", lambda: real() + 86_400)
+        trainer = Trainer(tmp_path)
+        await until(lambda: len(list_spool(tmp_path / "spool")) == 4)
+        trainer.announce(done=True)
+        return await running
+
+    assert asyncio.run(run()) == 0
 
 
 def test_an_earlier_attempts_announcement_starts_nothing(tmp_path):

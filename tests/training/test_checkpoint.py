@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl import events as ev
-from agentrl.errors import CheckpointError
+from agentrl.errors import CheckpointError, PublishError
 from agentrl.training import checkpoint, rng
 from agentrl.training.checkpoint import Checkpoint, load_latest, read_consumed, save, verify
 from agentrl.training.torch_backend import BackendState
@@ -106,6 +107,26 @@ def test_a_checkpoint_moved_aside_when_the_trainer_died_is_still_found(write):
     assert read_consumed(write.folder) == {0: "trained"}
     write(20, keep=2)
     assert sorted(os.listdir(write.folder)) == ["LATEST.json", "step-000010", "step-000020"]
+
+
+@pytest.fixture
+def small_files_only():
+    """Any file over 200 kB fails with EFBIG while the fixture is in force, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.usefixtures("small_files_only")
+def test_a_disk_that_is_full_leaves_the_older_checkpoint_and_nothing_else(write, tiny_model):
+    write(10, consumed={0: "trained"})
+    large = state(20)
+    large.backend.model["w"] = torch.ones(500_000)
+    with pytest.raises(PublishError, match="older checkpoints are untouched"):
+        save(write.folder, large, attempt=1, keep=1, model_folder=tiny_model)
+    assert load_latest(write.folder).step == 10
+    assert sorted(os.listdir(write.folder)) == ["LATEST.json", "step-000010"]
 
 
 def test_what_a_killed_trainer_left_is_removed(write):

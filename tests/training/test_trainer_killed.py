@@ -2,20 +2,23 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
-    """One case for each disk call of a run of three steps; the last case is the unharmed run."""
+    """The unharmed run of two steps, then one case for each place where a run was killed."""
     command = [sys.executable, str(Path(__file__).with_name("killed_trainer.py"))]
     done = subprocess.run(
         [*command, str(tmp_path_factory.mktemp("killed"))],
-        capture_output=True,
+        stdout=subprocess.PIPE,
         text=True,
         check=True,
         timeout=580,
@@ -24,27 +27,25 @@ def cases(tmp_path_factory):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_trainer_killed_at_any_disk_call_resumes_to_the_same_weights(cases):
-    *killed, unharmed = cases
-    assert not unharmed["killed"]
-    assert len(killed) > 60
+    unharmed, *killed = cases
+    places = {place for case in killed for place, _ in case["killed_at"]}
+    for folder in ("weights/version.py", "training/checkpoint.py", "training/intake.py"):
+        assert any(folder in place for place in places)
+    assert any(len(case["killed_at"]) == 2 for case in killed)
     for case in cases:
-        assert case["code"] == 0, case
+        assert case["codes"] == [-signal.SIGKILL] * len(case["killed_at"]) + [0], case
         assert case["weights"] == unharmed["weights"], case
-        assert (case["version"], case["done"]) == (3, True), case
+        assert (case["version"], case["done"]) == (2, True), case
 
 
-@pytest.mark.slow
 def test_a_trainer_killed_at_any_disk_call_accounts_for_every_draw(cases):
     for case in cases:
-        assert case["consumed"] == {str(draw): "trained" for draw in range(3)}, case
+        assert case["consumed"] == {str(draw): "trained" for draw in range(2)}, case
         assert case["spool"] == 0, case
 
 
-@pytest.mark.slow
 def test_a_trainer_killed_at_any_disk_call_leaves_no_half_written_folder(cases):
     for case in cases:
-        assert case["versions"] == ["LATEST.json", "v000001", "v000002", "v000003"], case
-        assert case["checkpoints"] == ["LATEST.json", "step-000003"], case
+        assert case["versions"] == ["LATEST.json", "v000002"], case
+        assert case["checkpoints"] == ["LATEST.json", "step-000002"], case
