@@ -115,7 +115,7 @@ class Server:
     def load(self) -> dict[str, Any]:
         return dict(self.get("/v1/loads").json()["loads"][0])
 
-    def wait_for_running(self, count: int, deadline_s: float = 20) -> None:
+    def wait_for_running(self, count: int, deadline_s: float = 60) -> None:
         until = time.monotonic() + deadline_s
         while self.load()["num_running_reqs"] != count:
             assert time.monotonic() < until, f"{self.load()} never had {count} running"
@@ -159,7 +159,7 @@ def _server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     yield server
     assert server.process.stdin is not None
     server.process.stdin.close()  # the tie to this process
-    server.process.wait(timeout=20)
+    server.process.wait(timeout=60)
 
 
 @pytest.fixture

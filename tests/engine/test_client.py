@@ -54,7 +54,7 @@ class Script:
     async def serve(self) -> AsyncIterator[str]:
         app = web.Application()
         app.router.add_post("/generate", self.handle)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)  # some handlers never answer
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()

@@ -23,7 +23,7 @@ from slurm import exit_record, ledger
 HERE = Path(__file__).parent
 
 
-def until(claim: Callable[[], object], what: str, deadline_s: float = 30.0) -> None:
+def until(claim: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
     end = time.monotonic() + deadline_s
     while not claim():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"

@@ -19,7 +19,7 @@ from agentrl.errors import LaunchError
 from slurm.local import HetLocalExecutor, HetLocalJob
 
 
-def until(claim: Callable[[], bool], what: str, deadline_s: float = 20.0) -> None:
+def until(claim: Callable[[], bool], what: str, deadline_s: float = 120.0) -> None:
     end = time.monotonic() + deadline_s
     while not claim():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"

@@ -11,6 +11,7 @@ to compare; the first is the unharmed run.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -141,6 +142,7 @@ def main(root: Path) -> None:
     torch.set_num_threads(1)
     model = make_model(root / "model", hidden=16, layers=1)
     TorchBackend(model, make_config(root, model))  # all imports done before the first fork
+    gc.freeze()  # a child that collects garbage would copy every page of them
     for case in cases(root, model):
         print(json.dumps(case), flush=True)
 
