@@ -160,13 +160,10 @@ def test_wrong_parameters_and_arrays_are_refused(tmp_path: Path) -> None:
         executor.submit({"trainer": roles.kill_itself})
 
 
-def test_slurm_imports_fast_and_without_torch() -> None:
+def test_slurm_imports_nothing_heavy() -> None:
     code = (
-        "import time; t = time.perf_counter(); import slurm.local, slurm.verdict, sys;"
-        "print(time.perf_counter() - t); assert 'torch' not in sys.modules"
+        "import slurm.local, slurm.task, slurm.verdict, sys; print(sorted({'torch', 'numpy',"
+        " 'transformers', 'pyarrow', 'aiohttp', 'omegaconf', 'matplotlib'} & set(sys.modules)))"
     )
-    times = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
-        for _ in range(3)
-    ]
-    assert min(times) < 0.3
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
