@@ -6,7 +6,6 @@ import importlib
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,15 +35,14 @@ def agentrl(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[
     )
 
 
-def test_help_names_every_command_and_is_quick() -> None:
-    took = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        done = agentrl("--help")
-        took.append(time.perf_counter() - begin)
-    assert done.returncode == 0
-    assert all(name in done.stdout for name in cli.COMMANDS)
-    assert min(took) < 0.3
+def test_help_names_every_command_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from launch import cli; code = cli.main(['--help']);"
+        "print({'torch', 'numpy', 'omegaconf', 'rich'} & set(sys.modules)); sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert all(f"  {name} " in done.stdout for name in cli.COMMANDS)
+    assert done.stdout.endswith("set()\n")
 
 
 def test_every_command_is_a_module_with_a_main() -> None:

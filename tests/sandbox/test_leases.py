@@ -32,7 +32,7 @@ async def main(kind, image, leases, seconds):
     )
     sandboxes = [await provider.start(Path(image), owner=f"7/{n}/0") for n in range(2)]
     for sandbox in sandboxes:
-        await sandbox.exec(f"setsid sleep {seconds} & sleep {seconds} &", timeout_s=5)
+        await sandbox.exec(f"setsid sleep {seconds} & sleep {seconds} &", timeout_s=30)
     print("ready", flush=True)
     await sandboxes[0].exec(f"sleep {seconds}", timeout_s=600)
 
@@ -75,7 +75,7 @@ def test_a_sweep_after_sigkill_of_the_owner_leaves_nothing(box: Any) -> None:
 
 def test_a_lost_executor_on_the_host_leaves_no_process_after_close(image: Path, box: Any) -> None:
     async def body(sandbox: Any) -> None:
-        await sandbox.exec(f"setsid sleep {SECONDS} & setsid sleep {SECONDS} &", timeout_s=5)
+        await sandbox.exec(f"setsid sleep {SECONDS} & setsid sleep {SECONDS} &", timeout_s=30)
         os.kill(sandbox.pid, signal.SIGKILL)
         await sandbox.close()
         assert await asyncio.to_thread(gone_soon)

@@ -122,11 +122,11 @@ async def main(own, foreign, leases):
     provider = open_provider(config, run="r", leases=Path(leases), concurrency=2)
     for image in (own, foreign):
         sandbox = await provider.start(Path(image), owner="0/0/0")
-        done = await sandbox.exec("echo two > a.txt; rm -r pkg; cat a.txt; id -u", timeout_s=5)
+        done = await sandbox.exec("echo two > a.txt; rm -r pkg; cat a.txt; id -u", timeout_s=30)
         print(sandbox.how, done.output.split())
         bomb = await sandbox.exec(":(){ :|:& };: sleep 2", timeout_s=1)
         await sandbox.stop_processes()
-        print((await sandbox.exec("echo alive", timeout_s=5)).output.strip())
+        print((await sandbox.exec("echo alive", timeout_s=30)).output.strip())
     await provider.close()
 
 asyncio.run(main(*sys.argv[1:]))
