@@ -18,8 +18,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from agentrl.handoff.publish import publish_json
-
 log = logging.getLogger(__name__)
 MARK = "AGENTRL_LEASE"
 """Environment variable of a sandbox's host processes: finds those that left their parent."""
@@ -63,7 +61,12 @@ def new(*, run: str, owner: str) -> Lease:
 
 
 def publish(leases: Path, lease: Lease) -> None:
-    publish_json(path_of(leases, lease), asdict(lease))
+    """Write a lease whole, without fsync: it has to outlive its owner, not the machine."""
+    path = path_of(leases, lease)
+    leases.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(asdict(lease)))
+    unfinished.replace(path)
 
 
 def remove(leases: Path, lease: Lease) -> None:
