@@ -25,14 +25,12 @@ def small(folder: Path, **keys: object) -> RunConfig:
     return settled(RunConfig(name="r", runs_dir=str(folder), **keys))  # type: ignore[arg-type]
 
 
-def agentrl(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "launch.cli", *argv],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        check=False,
-    )
+def agentrl(*argv: str) -> int | str | None:
+    """Run a command in this process; return its exit code."""
+    try:
+        return cli.main(argv)
+    except SystemExit as ended:  # argparse's way
+        return ended.code
 
 
 def test_help_names_every_command_and_imports_nothing_heavy() -> None:
@@ -65,12 +63,17 @@ def test_an_unknown_command_names_its_neighbours(capsys: pytest.CaptureFixture[s
     ],
 )
 def test_wrong_usage_exits_2_with_one_message_and_no_traceback(
-    tmp_path: Path, argv: list[str], said: str
+    tmp_path: Path,
+    argv: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    done = agentrl(*argv, cwd=tmp_path)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.chdir(tmp_path)
+    assert agentrl(*argv) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert "Traceback" not in told
 
 
 @pytest.mark.parametrize(
@@ -93,12 +96,13 @@ def test_errors_become_exit_codes(
     assert ("Traceback" in capsys.readouterr().err) == isinstance(error, ZeroDivisionError)
 
 
-def test_options_and_overrides_come_in_any_order(tmp_path: Path) -> None:
+def test_options_and_overrides_come_in_any_order(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("name: r\n")
-    done = agentrl("train", str(path), "--", "training.steps=0x", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "training.steps" in done.stderr
+    assert agentrl("train", str(path), "--", "training.steps=0x") == 2
+    assert "training.steps" in capsys.readouterr().err
 
 
 def test_a_run_of_the_same_name_with_another_config_is_refused(odd_path: Path) -> None:
@@ -122,12 +126,13 @@ def test_training_starts_from_the_tuned_model_unless_told_otherwise(tmp_path: Pa
     assert chosen.model.path.endswith("data/demo/model")
 
 
-def test_a_missing_model_is_told_before_anything_starts(tmp_path: Path) -> None:
+def test_a_missing_model_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(f"runs_dir: {tmp_path / 'runs'}\nmodel: {{path: {tmp_path / 'none'}}}\n")
-    done = agentrl("train", str(path))
-    assert done.returncode == 2
-    assert "agentrl prepare" in done.stderr
+    assert agentrl("train", str(path)) == 2
+    assert "agentrl prepare" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 

@@ -114,8 +114,8 @@ def test_a_trainer_that_is_always_killed_ends_the_run_after_k_attempts(
 @pytest.mark.parametrize(
     ("trainer", "inference", "code", "told"),
     [
-        ("crashes", "serves", 1, "a bug"),
-        ("is_misconfigured", "serves", 2, "model.path=x"),
+        pytest.param("crashes", "serves", 1, "a bug", marks=pytest.mark.slow),
+        pytest.param("is_misconfigured", "serves", 2, "model.path=x", marks=pytest.mark.slow),
         ("saves_when_asked", "has_too_many_failures", 1, "36 of 40"),
     ],
 )
