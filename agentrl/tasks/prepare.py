@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import json
 import logging
 import shutil
@@ -23,12 +25,14 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, TaskError
 from agentrl.handoff.publish import publish_json
 from agentrl.tasks.build import build
-from agentrl.tasks.load import split_path
+from agentrl.tasks.load import load_split, split_path
 from agentrl.tasks.repair import Row, numbered
 from agentrl.tasks.rows import read_rows, write_rows
 from agentrl.tasks.splits import partition
+from agentrl.tasks.validate import validate_all
 
 log = logging.getLogger(__name__)
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
 GENERATOR = 2
 """Raised when the generator changes what a seed gives, so that older folders are made anew."""
 
@@ -36,7 +40,8 @@ GENERATOR = 2
 def prepare(config: RunConfig) -> None:
     """Make the splits and the model unless folders with the same settings are there.
 
-    Raises TaskError when files of `swesmith` are missing, ConfigError for a model that is.
+    Rows of `swesmith` are validated in sandboxes, once. Raises TaskError when their files are
+    missing or some cannot decide anything, ConfigError for a model that is missing.
     """
     if config.tasks.source == "repair":
         _prepare_tasks(config)
@@ -51,6 +56,31 @@ def prepare(config: RunConfig) -> None:
             f"model.path={config.model.path}: no config.json there; "
             "give a model's folder, or model.init=qwen3 for a random one"
         )
+    if config.tasks.source == "swesmith":
+        _validate_rows(config)
+
+
+def _validate_rows(config: RunConfig) -> None:
+    """Validate the splits that training and evaluation read, unless these very files were."""
+    record = Path(config.tasks.folder) / "validated.json"
+    known = json.loads(record.read_bytes()) if record.is_file() else {}
+    for split in dict.fromkeys(("train", config.evaluation.split)):
+        path = split_path(config.tasks, split)
+        if not path.is_file() or known.get(split) == (digest := sha256(path.read_bytes())):
+            continue
+        tasks = load_split(config.tasks, split)
+        with Progress(*COLUMNS, TimeRemainingColumn()) as progress:
+            bar = progress.add_task(f"validating {split}", total=len(tasks))
+            faults = asyncio.run(validate_all(config, tasks, lambda: progress.advance(bar)))  # noqa: B023
+        if faults:
+            told = "\n".join(faults[:20])
+            raise TaskError(f"{path}: {len(faults)} of {len(tasks)} tasks decide nothing:\n{told}")
+        known[split] = digest
+        publish_json(record, known)
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def _prepare_tasks(config: RunConfig) -> None:
@@ -70,8 +100,7 @@ def _prepare_tasks(config: RunConfig) -> None:
     }
     seed, size = config.tasks.seed, config.tasks.max_functions
     part = partition(seed)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn()) as progress:
+    with Progress(*COLUMNS, TimeRemainingColumn()) as progress:
         for split, count in counts.items():
             bar = progress.add_task(f"tasks: {split}", total=count)
             rows = _counted(progress, bar, islice(build(part, split, size, seed), count))

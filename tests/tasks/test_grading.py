@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.config import SandboxConfig, TasksConfig
+from agentrl.config import RunConfig, SandboxConfig, TasksConfig
 from agentrl.errors import GradingError, TaskError
 from agentrl.sandbox.provider import open_provider
 from agentrl.tasks.build import build
 from agentrl.tasks.command import try_command
 from agentrl.tasks.grade import grade, parse_log
 from agentrl.tasks.load import image_folder
+from agentrl.tasks.prepare import prepare
 from agentrl.tasks.repository import materialise
 from agentrl.tasks.rows import to_task
 from agentrl.tasks.splits import partition
@@ -225,6 +227,35 @@ def test_a_task_that_fails_after_the_gold_fix_is_refused(task: Task, tmp_path: P
     wrong = replace(task, fail_to_pass=(*task.fail_to_pass, "test_f.py::test_never"))
     with pytest.raises(TaskError, match=r"1 tests fail after the gold fix, test_f\.py::test_never"):
         validated(wrong, image, tmp_path)
+
+
+def test_prepare_refuses_rows_that_decide_nothing_and_looks_at_good_ones_once(
+    task: Task, tmp_path: Path
+) -> None:
+    config = RunConfig()
+    config.tasks.source, config.tasks.folder = "swesmith", str(tmp_path / "tasks")
+    config.model.path = str(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    materialise(tmp_path / "tasks" / "images" / "a", task.files)
+    row = {
+        "instance_id": "a",
+        "patch": task.patch,
+        "FAIL_TO_PASS": task.fail_to_pass,
+        "PASS_TO_PASS": task.pass_to_pass,
+        "test_command": task.test_command,
+        "test_files": task.test_files,
+    }
+    train, leases = tmp_path / "tasks" / "train.jsonl", tmp_path / "tasks" / "leases"
+    wrong = row | {"FAIL_TO_PASS": task.pass_to_pass, "PASS_TO_PASS": []}
+    train.write_text(json.dumps(wrong))
+    with pytest.raises(TaskError, match=r"1 of 1 tasks decide nothing:\n.*pass before any fix"):
+        prepare(config)
+    train.write_text(json.dumps(row))
+    prepare(config)
+    assert list(leases.iterdir()) == []
+    leases.rmdir()
+    prepare(config)
+    assert not leases.exists()
 
 
 def test_a_patch_that_does_not_apply_is_refused(task: Task, image: Path, tmp_path: Path) -> None:
