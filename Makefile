@@ -3,25 +3,31 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
+SETUP := setup.cfg pyproject.toml constraints.txt configs/install.sh
 
 .PHONY: install demo test test-quick lint check clean
 
 install: $(STAMP)
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt configs/install.sh
+$(STAMP): $(SETUP)
 	sh configs/install.sh "$(PYTHON)" "$(VENV)"
 	@touch $@
+
+$(DEV): $(SETUP)
+	sh configs/install.sh "$(PYTHON)" "$(VENV)" dev
+	@touch $@ $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/agentrl demo configs/demo.yaml
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/python -m pytest -n 2
 
-test-quick: $(STAMP)
+test-quick: $(DEV)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

@@ -1,11 +1,12 @@
 #!/bin/sh
-# Sets this project up: `sh configs/install.sh PYTHON VENV`, called by the Makefile.
-# Makes VENV with PYTHON (3.11 to 3.13) and installs the project into it. As root on Debian it also
+# Sets this project up: `sh configs/install.sh PYTHON VENV [EXTRAS]`, called by the Makefile.
+# Makes VENV with PYTHON (3.11 to 3.13) and installs the project into it, with EXTRAS such as `dev`. As root on Debian it also
 # installs the system packages that are missing; otherwise it names them. Running it again is cheap.
 set -eu
 
-PYTHON=${1:?usage: sh configs/install.sh PYTHON VENV}
-VENV=${2:?usage: sh configs/install.sh PYTHON VENV}
+PYTHON=${1:?usage: sh configs/install.sh PYTHON VENV [EXTRAS]}
+VENV=${2:?usage: sh configs/install.sh PYTHON VENV [EXTRAS]}
+EXTRAS=${3:-}
 ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 LOG=$(mktemp)
 trap 'rm -f "$LOG"' EXIT
@@ -69,8 +70,9 @@ make_venv() {
 
 install_project() {
     say "installing the project and what it needs (a few minutes the first time)"
-    quietly "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-        -c "$ROOT/constraints.txt" -e "$ROOT[dev]"
+    # compiling all modules takes longer than all else; those that are imported compile themselves
+    quietly "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
+        -c "$ROOT/constraints.txt" -e "$ROOT${EXTRAS:+[$EXTRAS]}"
     "$VENV/bin/agentrl" --help >/dev/null || fail "$VENV/bin/agentrl does not start"
     say "done: $VENV/bin/agentrl"
 }

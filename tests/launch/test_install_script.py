@@ -13,9 +13,11 @@ ROOT = Path(__file__).parents[2]
 NEEDED = ("sh", "mktemp", "dirname", "rm", "cat", "printf")
 
 
-def install(bin_folder: Path, python: str, venv: Path) -> subprocess.CompletedProcess[str]:
+def install(
+    bin_folder: Path, python: str, venv: Path, *extras: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["sh", str(ROOT / "configs" / "install.sh"), python, str(venv)],
+        ["sh", str(ROOT / "configs" / "install.sh"), python, str(venv), *extras],
         env={"PATH": str(bin_folder)},
         capture_output=True,
         text=True,
@@ -75,7 +77,8 @@ def test_an_installed_environment_is_kept_and_used(machine: Path) -> None:
     program(machine, "python3", 'case "$*" in *print*) echo 3.12;; esac')
     program(venv, "python", f'[ "$1" = -c ] || echo "$@" >>"{machine}/said"')
     program(venv, "agentrl", "exit 0")
-    for _ in range(2):
-        done = install(machine, "python3", venv.parent)
+    for extras in ((), ("dev",)):
+        done = install(machine, "python3", venv.parent, *extras)
         assert done.returncode == 0, done.stderr
-    assert f"-e {ROOT}[dev]" in (machine / "said").read_text()
+    said = (machine / "said").read_text().splitlines()
+    assert [line.rpartition(" ")[2] for line in said] == [str(ROOT), f"{ROOT}[dev]"]
