@@ -94,12 +94,12 @@ async def serve(options: ServerOptions) -> None:
     await web.SockSite(runner, listener).start()
     scheduler.start()
     url = f"http://{options.host}:{port}"
+    ended = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):  # before anybody can know of this process
+        asyncio.get_running_loop().add_signal_handler(name, ended.set)
     if options.ready_file is not None:
         publish_json(options.ready_file, {"url": url, "port": port, "pid": os.getpid()})
     log.info("engine at %s serves %s, version %s", url, options.model, options.weight_version)
-    ended = asyncio.Event()
-    for name in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(name, ended.set)
     try:
         await ended.wait()
     finally:
