@@ -1,7 +1,7 @@
 """`agentrl train CONFIG [key=value …]`: begin a run on this machine and see it to its end.
 
-The starting model is runs/NAME/sft/model where `agentrl sft` has made one, unless model.path is
-given on the command line.
+The starting model is runs/NAME/sft/model where `agentrl sft` has made it from this very
+model.path, else model.path itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser("train", __doc__)
     add_config(arguments)
     given = parse(arguments, argv)
-    config = starting_config(schema.load(given.config, given.overrides), given.overrides)
+    config = starting_config(schema.load(given.config, given.overrides))
     check_model(config)
     line = command_line("train", argv)
     run = create(config, line)
@@ -32,13 +32,19 @@ def main(argv: Sequence[str]) -> int:
     return supervise(run, line, began="started")
 
 
-def starting_config(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Return the run's config with absolute paths and the model that training starts from."""
+def starting_config(config: RunConfig) -> RunConfig:
+    """Return the run's config with absolute paths and the model that training starts from.
+
+    That is the run's fine-tuned model where `agentrl sft` made it from this very model.path.
+    """
     config = settled(config)
-    tuned = config.run_dir / "sft" / "model"
-    if any(item.startswith("model.path=") for item in overrides) or not is_model(tuned):
+    sft = config.run_dir / "sft"
+    if not is_model(sft / "model") or not (sft / "config.yaml").is_file():
         return config
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, path=str(tuned)))
+    if schema.load(sft / "config.yaml").model.path != config.model.path:
+        return config
+    tuned = dataclasses.replace(config.model, path=str(sft / "model"))
+    return dataclasses.replace(config, model=tuned)
 
 
 def is_model(folder: Path) -> bool:

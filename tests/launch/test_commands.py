@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,15 +116,17 @@ def test_a_run_of_the_same_name_with_another_config_is_refused(odd_path: Path) -
     assert provenance["versions"]["torch"]
 
 
-def test_training_starts_from_the_tuned_model_unless_told_otherwise(tmp_path: Path) -> None:
+def test_training_starts_from_the_model_that_was_tuned_from_its_own(tmp_path: Path) -> None:
+    config = settled(small(tmp_path))
     tuned = tmp_path / "r" / "sft" / "model"
-    assert train.starting_config(small(tmp_path), []).model.path.endswith("data/demo/model")
+    assert train.starting_config(config).model.path.endswith("data/demo/model")
     tuned.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json"):
         (tuned / name).write_text("{}")
-    assert train.starting_config(small(tmp_path), []).model.path == str(tuned)
-    chosen = train.starting_config(small(tmp_path), ["model.path=x"])
-    assert chosen.model.path.endswith("data/demo/model")
+    schema.save(config, tuned.parent / "config.yaml")
+    assert train.starting_config(config).model.path == str(tuned)
+    other = replace(config, model=replace(config.model, path="/x"))
+    assert train.starting_config(other).model.path == "/x"
 
 
 def test_a_missing_model_is_told_before_anything_starts(
