@@ -15,6 +15,7 @@ CHOICES = {
     "model.init": ("none", "qwen3"),
     "tasks.source": ("repair", "swesmith"),
     "sandbox.kind": ("bubblewrap", "process"),
+    "sandbox.shell": ("bash", "sh"),
     "agent.mode": ("tool", "text"),
     "engine.kind": ("embedded", "sglang"),
     "engine.pause_mode": ("abort", "in_place", "retract"),

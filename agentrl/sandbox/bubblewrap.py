@@ -88,7 +88,8 @@ class Bubblewrap:
         return Spawn(
             argv=[
                 *(self.bwrap, *self.system, *self._writable(testbed.resolve())),
-                *("--", self.python, "-I", "-S", "-c", LOADER, "init", *map(str, numbers)),
+                *("--", self.python, "-I", "-S", "-c", LOADER),
+                *("init", config.shell, *map(str, numbers)),
             ],
             env={"PATH": "/usr/bin:/bin", lease.MARK: claim.id},
         )

@@ -67,11 +67,12 @@ class Bounded:
 class Executor:
     """Runs one command at a time and knows every process that it may end."""
 
-    def __init__(self, *, is_init: bool, processes: int, cpu_s: int) -> None:
+    def __init__(self, *, is_init: bool, shell: str, processes: int, cpu_s: int) -> None:
         self.is_init = is_init
         self.processes = processes
         self.cpu_s = cpu_s
-        self.shell = "/bin/bash" if os.path.exists("/bin/bash") else "/bin/sh"
+        is_bash = shell == "bash" and os.path.exists("/bin/bash")
+        self.shell = "/bin/bash" if is_bash else "/bin/sh"
         self.leftovers: list[int] = []
         """Read ends of pipes that background children still hold."""
 
@@ -337,13 +338,13 @@ def send(fields: list[bytes]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """argv: kind (`init`, `host`), whether RLIMIT_NPROC bounds, whether to copy the testbed,
-    memory_mb, cpu_s, processes, file_mb; for `host` also the testbed's folder.
+    """argv: kind (`init`, `host`), shell (`bash`, `sh`), whether RLIMIT_NPROC bounds, whether to
+    copy the testbed, memory_mb, cpu_s, processes, file_mb; for `host` also the testbed's folder.
     """
     import _signal  # type: ignore[import-not-found]  # `signal` would import enum
 
-    kind = argv[0]
-    by_rlimit, copy, memory_mb, cpu_s, processes, file_mb = map(int, argv[1:7])
+    kind, shell = argv[:2]
+    by_rlimit, copy, memory_mb, cpu_s, processes, file_mb = map(int, argv[2:8])
     # pid 1 is immune to signals that have no handler, and Python has set one for SIGINT
     for number in (_signal.SIGINT, _signal.SIGTERM):
         _signal.signal(number, _signal.SIG_DFL if kind == "init" else _signal.SIG_IGN)
@@ -354,11 +355,12 @@ def main(argv: list[str]) -> None:
         guard_first_process()
         os.chdir("/testbed")
     else:
-        os.chdir(argv[7])
+        os.chdir(argv[8])
         adopt_orphans()
     set_limits(memory_mb, file_mb, processes + 1 if by_rlimit else 0)
     silent = os.open("/dev/null", os.O_WRONLY)
     os.dup2(silent, 2)
     os.close(silent)
     send([b"ready", how])
-    Executor(is_init=kind == "init", processes=processes, cpu_s=cpu_s).serve()
+    is_init = kind == "init"
+    Executor(is_init=is_init, shell=shell, processes=processes, cpu_s=cpu_s).serve()

@@ -57,7 +57,10 @@ class HostProcess:
         config = self.config
         numbers = (0, 1, config.memory_mb, config.cpu_s, config.processes, config.file_mb)
         return Spawn(
-            argv=[self.python, "-I", "-S", "-c", LOADER, "host", *map(str, numbers), str(testbed)],
+            argv=[
+                *(self.python, "-I", "-S", "-c", LOADER),
+                *("host", config.shell, *map(str, numbers), str(testbed)),
+            ],
             env={
                 **ENVIRONMENT,
                 "PATH": f"{scratch / 'bin'}:{ENVIRONMENT['PATH'].partition(':')[2]}",

@@ -14,7 +14,8 @@ from agentrl.tasks.task import Task, Verdict
 
 CHECK_COMMAND = "python check.py"
 _LOG_BYTES = 200_000
-_PYTHON = "$(command -v python3 || command -v python)"
+_PICK_PYTHON = "python=python3; command -v python3 >/dev/null || python=python"
+"""Without a fork: some images have only one of the two names."""
 _LINE = re.compile(r"^(\S+::.*?|\S+) (PASSED|FAILED|ERROR)(?:\s+\[ *\d+%\])?\s*$", re.MULTILINE)
 
 
@@ -49,7 +50,7 @@ async def _run_own(
     if refused := await _put(sandbox, path, runner.render(files, tests, nonce).encode()):
         return {}, refused
     done = await sandbox.exec(
-        f"exec {_PYTHON} -I -S -B -X pycache_prefix=/tmp/none {path}",
+        f"{_PICK_PYTHON}; exec $python -I -S -B -X pycache_prefix=/tmp/none {path}",
         timeout_s=timeout_s,
         max_bytes=_LOG_BYTES,
     )

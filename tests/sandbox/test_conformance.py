@@ -68,6 +68,11 @@ def test_files_live_from_one_command_to_the_next(box: Any) -> None:
     assert box.run(body) == "kept\n"
 
 
+def test_the_shell_is_the_one_that_was_asked_for(box: Any) -> None:
+    assert box.sh("echo $0").output == "bash\n"
+    assert box.set(shell="sh").sh("echo $0").output == "sh\n"
+
+
 def test_stdin_is_empty(box: Any) -> None:
     done = box.sh("cat; read line; echo $?")
     assert (done.output, done.timed_out) == ("1\n", False)
