@@ -122,7 +122,7 @@ class EngineConfig:
     threads: int = 1
     """Torch threads of one embedded engine."""
     niceness: int = 0
-    """Of an embedded engine that shares few cores: one that yields gathers larger batches."""
+    """Of an embedded engine on shared cores; no effect where sched_autogroup_enabled is 1."""
     start_timeout_s: float = 180.0
     """Longest until a started engine answers, seconds."""
     request_timeout_s: float = 60.0
