@@ -97,3 +97,13 @@ class Interrupted(AgentRLError):
 
 class LaunchError(AgentRLError, RuntimeError):
     """A role ended in a way that no restart can mend."""
+
+
+class NetworkError(InfraError):
+    """No address of the nodes can be trusted to be each one's own and to reach the others."""
+
+    cause = "network"
+
+
+class ClusterError(AgentRLError, RuntimeError):
+    """The small Slurm cluster of this machine cannot be started, is not up, or is up already."""
