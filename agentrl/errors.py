@@ -107,3 +107,17 @@ class NetworkError(InfraError):
 
 class ClusterError(AgentRLError, RuntimeError):
     """The small Slurm cluster of this machine cannot be started, is not up, or is up already."""
+
+
+class SpecError(ConfigError):
+    """A job that Slurm would refuse, or would take to mean something else."""
+
+
+class SubmitError(AgentRLError, RuntimeError):
+    """sbatch, scancel or scontrol refused; the message is in its own words."""
+
+
+class QueryError(InfraError, ConnectionError):
+    """Slurm could not be asked for the state of a job. It says nothing about the job."""
+
+    cause = "slurm"
