@@ -15,7 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agentrl.config_checks import check
 from agentrl.config_checks import get as get
-from agentrl.config_layers import dotlist, read, refuse_unknown
+from agentrl.config_cluster import SITES_OWN, ClusterConfig
+from agentrl.config_layers import laid_over, read, refuse_unknown
 from agentrl.errors import ConfigError
 
 
@@ -274,6 +275,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     sft: SftConfig = field(default_factory=SftConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -282,13 +284,12 @@ class RunConfig:
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Read `path` with what it extends, lay `overrides` over it, check it whole."""
-    chosen = OmegaConf.merge(read(Path(path)), dotlist(overrides))
-    return resolve(cast(DictConfig, chosen), f"{path}")
+    return resolve(laid_over(read(Path(path)), overrides), f"{path}")
 
 
 def resolve(chosen: DictConfig, where: str) -> RunConfig:
     """Lay `chosen` over the schema. Raises ConfigError; an unknown key names its neighbours."""
-    refuse_unknown(OmegaConf.to_container(chosen), known_keys(), where)
+    refuse_unknown(OmegaConf.to_container(chosen), known_keys(), where, free=SITES_OWN)
     try:
         merged = OmegaConf.merge(OmegaConf.structured(RunConfig), chosen)
         config = cast(RunConfig, OmegaConf.to_object(merged))

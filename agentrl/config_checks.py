@@ -6,6 +6,7 @@ import difflib
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from agentrl.config_cluster import check_cluster
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ CHOICES = {
     "training.kl_estimator": ("k1", "k2", "k3"),
     "training.aggregation": ("token", "trajectory"),
     "training.dtype": ("float32", "bfloat16"),
+    "cluster.layout": ("het", "homogeneous"),
+    "cluster.requeue": ("requeue", "chain"),
     "handoff": ("files",),
     "weights": ("disk",),
 }
@@ -85,6 +88,7 @@ def check(config: RunConfig) -> None:
             f"agent.temperature={config.agent.temperature}: training samples, so must be over 0; "
             "evaluation.temperature=0 is the greedy one"
         )
+    check_cluster(config.cluster)
 
 
 def get(config: RunConfig, key: str) -> Any:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from agentrl.config_cluster import preset
 from agentrl.errors import ConfigError
 
 
@@ -33,7 +34,29 @@ def read(path: Path, chain: tuple[Path, ...] = ()) -> DictConfig:
         read(path.parent / name, (*chain, path.resolve()))
         for name in ([parents] if isinstance(parents, str) else parents)
     ]
-    return cast(DictConfig, OmegaConf.merge(*layers, own))
+    below = OmegaConf.merge(*layers) if layers else OmegaConf.create()
+    name = own.cluster if isinstance(own.get("cluster"), str) else ""
+    if name:
+        del own["cluster"]
+        below = with_cluster(cast(DictConfig, below), name, f"{path}", beside=path.parent)
+    return cast(DictConfig, OmegaConf.merge(below, own))
+
+
+def laid_over(below: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """Lay `key=value` overrides over a mapping; `cluster=NAME` goes before the others."""
+    named = [item.partition("=")[2] for item in overrides if item.startswith("cluster=")]
+    if named:
+        below = with_cluster(below, named[-1], "command line")
+    rest = [item for item in overrides if not item.startswith("cluster=")]
+    return cast(DictConfig, OmegaConf.merge(below, dotlist(rest)))
+
+
+def with_cluster(
+    below: DictConfig, name: str, where: str, *, beside: Path | None = None
+) -> DictConfig:
+    """Put a preset in the place of whatever cluster was chosen before."""
+    below.pop("cluster", None)
+    return cast(DictConfig, OmegaConf.merge(below, read(preset(name, where, beside=beside))))
 
 
 def dotlist(overrides: Iterable[str]) -> DictConfig:
@@ -42,7 +65,8 @@ def dotlist(overrides: Iterable[str]) -> DictConfig:
     if bad:
         raise ConfigError(f"override {bad[0]!r}: must read key=value, as in training.steps=10")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
+        # an empty value is an empty text, which clears a key; OmegaConf takes it for null
+        return OmegaConf.from_dotlist([f"{i}''" if i.endswith("=") else i for i in overrides])
     except (YAMLError, OmegaConfBaseException) as error:
         what = str(error).splitlines()[0]
         raise ConfigError(
@@ -50,11 +74,16 @@ def dotlist(overrides: Iterable[str]) -> DictConfig:
         ) from error
 
 
-def refuse_unknown(tree: Any, known: Sequence[str], where: str) -> None:
-    """Raise ConfigError on a key that is not in `known`; the message names its neighbours."""
+def refuse_unknown(
+    tree: Any, known: Sequence[str], where: str, *, free: Sequence[str] = ()
+) -> None:
+    """Raise ConfigError on a key that is not in `known`; the message names its neighbours.
+
+    free: keys whose own keys anybody may name.
+    """
     sections = {key.rpartition(".")[0] for key in known} - {""}
     for key in _leaves(tree):
-        if key in known:
+        if key in known or any(key.startswith(f"{name}.") for name in free):
             continue
         if key in sections:
             raise ConfigError(
