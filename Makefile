@@ -6,6 +6,10 @@ STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 SETUP := setup.cfg pyproject.toml constraints.txt configs/install.sh
 
+# Many images set it; then each of the demo's dozen processes would compile torch and transformers
+# anew, 5 to 12 s each.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: install demo test test-quick lint check clean
 
 install: $(STAMP)

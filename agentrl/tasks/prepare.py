@@ -33,7 +33,7 @@ from agentrl.tasks.validate import validate_all
 
 log = logging.getLogger(__name__)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-GENERATOR = 2
+GENERATOR = 3
 """Raised when the generator changes what a seed gives, so that older folders are made anew."""
 
 

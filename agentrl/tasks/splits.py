@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from agentrl.tasks.library import all_names
@@ -59,16 +59,31 @@ def partition(seed: int) -> Partition:
 
 
 def wanted(part: Partition, split: str, functions: int, rng: random.Random) -> Iterator[Wanted]:
-    """Yield bugs without end: a function, one of its sites, then a replacement, each evenly."""
-    tree: dict[str, dict[int, list[Triple]]] = {}
-    for triple in part.triples["train" if split in TRAINED else split]:
-        tree.setdefault(triple[0], {}).setdefault(triple[1], []).append(triple)
+    """Yield bugs without end.
+
+    To train on: a function, one of its sites, then a replacement, each evenly. To evaluate on:
+    every bug once, shuffled, before any comes again, for an interval counts different bugs.
+    """
     trained = split in TRAINED
-    while True:
-        sites = tree[rng.choice(list(tree))]
+    triples = part.triples["train" if trained else split]
+    for triple in _by_function(triples, rng) if trained else _by_bug(triples, rng):
         yield Wanted(
-            triple=rng.choice(sites[rng.choice(list(sites))]),
+            triple=triple,
             names=part.trained_names if trained else part.reserved_names,
             is_reserved=not trained,
             functions=functions,
         )
+
+
+def _by_function(triples: Sequence[Triple], rng: random.Random) -> Iterator[Triple]:
+    tree: dict[str, dict[int, list[Triple]]] = {}
+    for triple in triples:
+        tree.setdefault(triple[0], {}).setdefault(triple[1], []).append(triple)
+    while True:
+        sites = tree[rng.choice(list(tree))]
+        yield rng.choice(sites[rng.choice(list(sites))])
+
+
+def _by_bug(triples: Sequence[Triple], rng: random.Random) -> Iterator[Triple]:
+    while True:
+        yield from rng.sample(triples, len(triples))

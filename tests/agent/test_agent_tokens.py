@@ -107,6 +107,11 @@ def test_a_model_folder_without_a_chat_template_is_refused(odd_path: Path) -> No
         ChatTokens.load(odd_path, mode="text")
 
 
+def test_a_model_folder_without_a_fast_tokenizer_is_refused(odd_path: Path) -> None:
+    with pytest.raises(TemplateError, match="no tokenizer.json"):
+        ChatTokens.load(odd_path, mode="text")
+
+
 def test_a_template_that_raises_is_quoted(odd_path: Path) -> None:
     make_tokenizer(odd_path, "{{ raise_exception('only users here') }}")
     with pytest.raises(TemplateError, match="only users here"):

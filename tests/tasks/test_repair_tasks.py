@@ -92,6 +92,16 @@ def test_plans_draw_names_and_constants_from_their_own_stock(seed: int, function
                 assert is_reserved(want.triple[0], made.constants) == (split not in TRAINED)
 
 
+@settings(max_examples=5, deadline=None)
+@given(seed=st.integers(0, 10**9))
+def test_evaluation_takes_every_bug_before_any_comes_again(seed: int) -> None:
+    part = partition(seed)
+    bugs = part.triples["held_out"]
+    drawn = islice(wanted(part, "held_out", 1, random.Random(seed)), 2 * len(bugs))
+    triples = [want.triple for want in drawn]
+    assert set(triples[: len(bugs)]) == set(triples[len(bugs) :]) == set(bugs)
+
+
 def test_the_same_seed_gives_the_same_rows(rows: list[Row]) -> None:
     assert list(islice(build(partition(3), "train", 1, 3), 8)) == rows[:8]
     assert list(islice(build(partition(3), "train", 1, 4), 2)) != rows[:2]
