@@ -19,6 +19,7 @@ COMMANDS = {
     "resume": "go on with a run that was saved, stopped or killed",
     "status": "show where a run stands",
     "stop": "ask a run to save and end",
+    "cluster": "boot and end a real small Slurm on this machine, to try and to test with",
     "audit": "prove from a run's files that every draw is accounted for",
     "report": "write the page with a run's plots",
     "sweep": "remove the sandboxes that no living process owns",

@@ -111,6 +111,12 @@ def check_directory(directory: Path) -> None:
         raise ClusterError(f"{directory}: every node has a /dev/shm of its own; give another --dir")
 
 
+def mounts_below(directory: Path) -> list[str]:
+    """Return the mount points below `directory` that this process sees."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    return [line.split()[4] for line in lines if f"{line.split()[4]}/".startswith(f"{directory}/")]
+
+
 def install(*, accounting: bool) -> list[str]:
     """Install what is missing with apt-get; return the packages. Raises ClusterError, as it said.
 

@@ -32,14 +32,17 @@ class Process:
         return cls(pid=pid, started=int(_stat(pid)[19]), boot=_boot())
 
     def is_alive(self) -> bool:
-        """Whether it runs; a zombie does not."""
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, os.WNOHANG)  # where it is our own child
+        """Whether it runs; a zombie does not, and is reaped if it is our own child."""
         try:
             stat = _stat(self.pid)
         except OSError:
             return False
-        return stat[0] not in "ZX" and int(stat[19]) == self.started and self.boot == _boot()
+        if int(stat[19]) != self.started or self.boot != _boot():
+            return False
+        if stat[0] == "Z":
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, os.WNOHANG)
+        return stat[0] not in "ZX"
 
     def is_dead(self) -> bool:
         return not self.is_alive()
