@@ -108,7 +108,8 @@ def rank(inventories: Mapping[str, Inventory], wishes: Wishes) -> Ranking:
         for interface in inventory.interfaces:
             for address in interface.addresses or (None,):
                 if reason := unfit(interface, address, inventory, owners=owners, wishes=wishes):
-                    reasons[f"{_name(interface, address)}: {reason}"].append(node)
+                    on = reasons[f"{_name(interface, address)}: {reason}"]
+                    on += [node] * (node not in on)
                 elif address is not None:
                     links.append(link_of(node, interface, address))
     missing = _missing_pin(machines, wishes)
@@ -306,7 +307,10 @@ def link_of(node: str, interface: Interface, address: Address) -> Link:
 
 
 def _name(interface: Interface, address: Address | None) -> str:
-    return f"{interface.name} {address.ip}/{address.prefix}" if address else interface.name
+    """Name what is refused; a link-local address is each interface's own and only noise."""
+    if address is None or address.interface.ip.is_link_local:
+        return interface.name
+    return f"{interface.name} {address.ip}/{address.prefix}"
 
 
 def _int(ip: str) -> int:
