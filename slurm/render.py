@@ -11,14 +11,20 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from agentrl.errors import SpecError
 from slurm.spec import Component, JobSpec
 
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
 TEMPLATES = Path(__file__).parent / "templates"
 SEPARATOR = "#SBATCH hetjob"
+STEP = ("--export=ALL", "--kill-on-bad-exit=0", "--wait=0")
+"""What a site's defaults may change: the environment goes along, and a task's end ends no other."""
+OVERLAP = ("--overlap", "--mem=0")
+"""Without the second a step finds no memory beside one that has it all (seen on 22.05)."""
 
 
 def directives(spec: JobSpec) -> str:
@@ -36,9 +42,11 @@ def render(template: str, spec: JobSpec, **values: object) -> str:
     filters `q` (shell quoting) and `dq` (double quotes, in which $NAME is expanded), `values`.
     Raises SpecError for a value that is missing.
     """
+    from jinja2 import UndefinedError
+
     try:
         return _environment().get_template(template).render(spec=spec, **values)
-    except jinja2.UndefinedError as error:
+    except UndefinedError as error:
         raise SpecError(f"template {template}: {error}; pass it to render()") from error
 
 
@@ -66,7 +74,8 @@ def srun_flags(
         f"--ntasks-per-node={per_node}",
         f"--cpus-per-task={component.cpus_per_task}",
         *_gpu_flags(component),
-        *(["--overlap"] if overlap else []),
+        *STEP,
+        *(OVERLAP if overlap else ()),
         *component.srun,
         *extra,
     ]
@@ -82,12 +91,12 @@ def srun_everywhere(
     """
     if not spec.is_het:
         flags = [f"--nodes={spec.nodes}", f"--ntasks={spec.nodes}", "--ntasks-per-node=1"]
-        return ["srun", *flags, "--cpus-per-task=1", "--overlap", *extra, *command]
+        return ["srun", *flags, "--cpus-per-task=1", *STEP, *OVERLAP, *extra, *command]
     words = ["srun"]
     for index, component in enumerate(spec.components):
         flags = [f"--het-group={index}", f"--nodes={component.nodes}"]
         flags += [f"--ntasks={component.nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-        words += [*([":"] if index else []), *flags, "--overlap", *extra, *command]
+        words += [*([":"] if index else []), *flags, *STEP, *OVERLAP, *extra, *command]
     return words
 
 
@@ -104,10 +113,12 @@ def double_quoted(text: str) -> str:
     return '"' + re.sub(r"\$(?!\w|\{\w+\})", r"\\$", escaped) + '"'
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        undefined=jinja2.StrictUndefined,
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # a third of our import
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        undefined=StrictUndefined,
         autoescape=False,  # shell, not HTML; what needs quoting has a filter
         trim_blocks=True,
         lstrip_blocks=True,
@@ -169,7 +180,7 @@ def _allocations(spec: JobSpec) -> tuple[Component, ...]:
         return next((text for part in parts if (text := getattr(part, name))), "")
 
     def most(name: str) -> int:
-        return max(getattr(part, name) for part in parts)
+        return max(int(getattr(part, name)) for part in parts)
 
     gres = of("gres")
     merged = Component(
