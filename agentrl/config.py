@@ -259,7 +259,7 @@ class RunConfig:
     seed: int = 0
     """Seed of everything but the tasks."""
     handoff: str = "files"
-    """How groups reach the trainer: `files`."""
+    """How groups reach the trainer: `files`, the shared spool; or `socket`, acknowledged ZeroMQ."""
     weights: str = "disk"
     """How versions reach the engines: `disk`."""
     max_attempts_without_progress: int = 3

@@ -25,7 +25,7 @@ CHOICES = {
     "training.dtype": ("float32", "bfloat16"),
     "cluster.layout": ("het", "homogeneous"),
     "cluster.requeue": ("requeue", "chain"),
-    "handoff": ("files",),
+    "handoff": ("files", "socket"),
     "weights": ("disk",),
 }
 POSITIVE = (

@@ -67,6 +67,10 @@ class PublishError(AgentRLError, OSError):
     """A file of a run could not be written whole; what was published before it is intact."""
 
 
+class HandoffError(AgentRLError, ConnectionError):
+    """A group that the trainer refused, or a key or endpoint of it that can't be trusted."""
+
+
 class NoSignalError(AgentRLError, RuntimeError):
     """Batch after batch had no group that teaches: all attempts got the same reward."""
 

@@ -160,7 +160,7 @@ class Network(Event, tag="network", frozen=True):
 
 class Drop(Event, tag="drop", frozen=True):
     what: str
-    """`trajectory`, `group`, `spool_file`, `event_line`."""
+    """`trajectory`, `group`, `spool_file`, `event_line`, `connection`."""
     reason: str
     draw: int = -1
     count: int = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
+import json
 import logging
 import os
 import time
@@ -20,6 +21,7 @@ from agentrl.events import EventWriter
 from launch.run_dir import RunDir
 from launch.signals import StopFlag
 from slurm import exit_record
+from slurm.files import listed
 
 Body = Callable[[RunConfig, StopFlag, EventWriter], int]
 log = logging.getLogger(__name__)
@@ -31,7 +33,8 @@ def trainer_role(run_dir: str, attempt: int) -> int:
     def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
         from agentrl.training.loop import train
 
-        return train(config, attempt=attempt, stop=stop, events=events)
+        address = address_of_trainer(RunDir(Path(run_dir)).attempt(attempt))
+        return train(config, attempt=attempt, stop=stop, events=events, address=address)
 
     return play("trainer", 0, Path(run_dir), attempt, body)
 
@@ -49,6 +52,15 @@ def inference_role(run_dir: str, attempt: int, node: int) -> int:
         )
 
     return play("inference", node, Path(run_dir), attempt, body)
+
+
+def address_of_trainer(attempt_dir: Path) -> str:
+    """Return what the network's plan picked for it; loopback on one machine, which has no plan."""
+    path = attempt_dir / "network.json"
+    if not listed(path):
+        return "127.0.0.1"
+    plan = json.loads(path.read_bytes())
+    return str(plan["nodes"][plan["trainer"]]["address"])
 
 
 def play(role: str, node: int, run_dir: Path, attempt: int, body: Body) -> int:

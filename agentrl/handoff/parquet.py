@@ -110,7 +110,7 @@ def encode_group(group: Group) -> list[memoryview]:
 
 def decode_group(data: bytes, path: Path) -> Group:
     """Read the bytes of the file at `path`. Raises RecordError with the path and the reason."""
-    _check_seal(data, path)
+    check_seal(data, path)
     try:
         file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
         _check_types(file.schema_arrow)
@@ -159,7 +159,8 @@ def _sealed(before: list[memoryview], footer: memoryview) -> list[memoryview]:
     return [*before, memoryview(SEAL.pack(MARK, checksum, zlib.crc32(footer))), footer]
 
 
-def _check_seal(data: bytes, path: Path) -> None:
+def check_seal(data: bytes, path: Path) -> None:
+    """Raise RecordError unless `data`, of the file at `path`, is whole, ours, and unchanged."""
     size = len(data)
     if size < TAIL.size or data[:4] != b"PAR1" or data[-4:] != b"PAR1":
         raise RecordError(f"{path}: {size} bytes that are no whole Parquet file; torn, or foreign")

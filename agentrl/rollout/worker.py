@@ -20,10 +20,11 @@ from agentrl.config import RunConfig
 from agentrl.errors import TooManyInfraFailures, WaitTimeout
 from agentrl.events import EventWriter, Writer
 from agentrl.handoff.publish import publish_json
-from agentrl.handoff.spool import SpoolWriter, list_spool
+from agentrl.handoff.spool import list_spool
 from agentrl.rollout.attempt import Workshop
 from agentrl.rollout.draws import may_start, shard, task_of
 from agentrl.rollout.group import run_group
+from agentrl.rollout.sender import GroupSender, open_sender
 from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
 from agentrl.rollout.workshop import open_workshop
 from agentrl.tasks.load import load_split
@@ -42,17 +43,18 @@ class Worker:
     draws: Iterator[int]
     """Its shard, lowest first."""
     spool: Path
+    sender: GroupSender
     view: TrainerView
     stop: Callable[[], bool]
-    running: set[asyncio.Task[Path]] = field(default_factory=set)
+    running: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def run(self) -> int:
         """Work until the trainer is done (0) or `stop` asks (75).
 
         Groups in flight then are cancelled, their sandboxes closed; their draws are issued again
-        after a resume. Raises TooManyInfraFailures, WaitTimeout, OSError of a full disk.
+        after a resume. Raises TooManyInfraFailures, WaitTimeout, HandoffError, and OSError of a
+        full disk.
         """
-        writer = SpoolWriter(self.spool, self.shop.node)
         slots = asyncio.Semaphore(self.shop.config.rollout.concurrency)
         try:
             await self._wait_for_trainer()
@@ -62,27 +64,28 @@ class Worker:
                     continue
                 if not await self._until_startable(draw, slots):
                     break
-                self.running.add(asyncio.create_task(self._make_group(draw, writer, slots)))
+                self.running.add(asyncio.create_task(self._make_group(draw, slots)))
         finally:
             for group in self.running:
                 group.cancel()
             await asyncio.gather(*self.running, return_exceptions=True)
         return DONE if self.view.done else STOPPED
 
-    async def _make_group(self, draw: int, writer: SpoolWriter, slots: asyncio.Semaphore) -> Path:
+    async def _make_group(self, draw: int, slots: asyncio.Semaphore) -> None:
         config = self.shop.config
         task = self.tasks[task_of(draw, len(self.tasks), config.seed)]
         group = await run_group(
             self.shop, draw, task, attempts=config.rollout.attempts_per_task, slots=slots
         )
-        return await asyncio.to_thread(writer.write, group)
+        await self.sender.write(group)
 
     async def _until_startable(self, draw: int, slots: asyncio.Semaphore) -> bool:
         """Wait until `draw` may start and a slot is free; False when the work is over."""
         config = self.shop.config
         while not self._is_over():
             self._raise_failures()
-            if not slots.locked() and may_start(
+            is_free = not slots.locked() and not self.sender.is_full
+            if is_free and may_start(
                 draw,
                 self.view.consumed,
                 groups_per_step=config.training.groups_per_step,
@@ -133,14 +136,17 @@ async def run_worker(
     events: Writer,
 ) -> int:
     """Open what a worker needs and run it; 0 when the trainer is done, 75 when stopped."""
-    async with open_workshop(
-        config,
-        node=node,
-        urls=urls,
-        weights=weights,
-        leases=run_dir / "leases",
-        events=events,
-    ) as shop:
+    async with (
+        open_sender(config, run_dir, node=node, attempt=attempt, events=events) as sender,
+        open_workshop(
+            config,
+            node=node,
+            urls=urls,
+            weights=weights,
+            leases=run_dir / "leases",
+            events=events,
+        ) as shop,
+    ):
         return await Worker(
             shop=shop,
             tasks=load_split(config.tasks, "train"),
@@ -148,6 +154,7 @@ async def run_worker(
                 node=node, nodes=config.rollout.nodes, worker=worker, workers=config.rollout.workers
             ),
             spool=run_dir / "spool",
+            sender=sender,
             view=TrainerView(run_dir / "weights", attempt=attempt),
             stop=stop,
         ).run()

@@ -6,7 +6,8 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import torch
 from agentrl.config import RunConfig
 from agentrl.errors import Interrupted, RecordError, WaitTimeout
 from agentrl.events import Drop, Writer
+from agentrl.handoff.socket_receiver import SocketReceiver
 from agentrl.handoff.spool import delete, list_files, read_group
 from agentrl.handoff.trajectory import Group, Trajectory
 from agentrl.rollout.draws import DrawSet
@@ -54,10 +56,31 @@ class Intake:
     pending: Counter[str] = field(default_factory=Counter)
     """Counts since the last step event: filtered_REASON, infra_CAUSE."""
     _ready: dict[int, Group] = field(default_factory=dict)
+    _receiver: SocketReceiver | None = None
 
     @property
     def spool(self) -> Path:
         return self.config.run_dir / "spool"
+
+    @contextmanager
+    def receiving(self, attempt: int, address: str) -> Iterator[None]:
+        """Let groups in while the block lasts; what comes by socket is put into the spool.
+
+        address: of the interface to listen on.
+        """
+        if self.config.handoff == "files":
+            yield
+            return
+        with SocketReceiver(
+            spool=self.spool,
+            attempt_dir=self.config.run_dir / "attempts" / f"{attempt:04d}",
+            run=self.config.name,
+            attempt=attempt,
+            consumed=self.consumed,
+            events=self.events,
+            address=address,
+        ) as self._receiver:
+            yield
 
     def ranges(self) -> list[list[int]]:
         """Return the consumed draws as announcements hold them."""
@@ -67,7 +90,8 @@ class Intake:
         """Return the next step's groups once there are enough.
 
         `told` is called whenever draws were filtered meanwhile: nodes start new ones only when they
-        know. Raises WaitTimeout with the missing draws, Interrupted when `stop` says so.
+        know. Raises WaitTimeout with the missing draws, Interrupted when `stop` says so,
+        PublishError when what came by socket could not be written.
         """
         wanted = self.config.training.groups_per_step
         limit = self.config.training.wait_timeout_s
@@ -107,6 +131,8 @@ class Intake:
         return len(gone)
 
     def _poll(self, version: int) -> None:
+        if self._receiver is not None:
+            self._receiver.check()
         for draw, path in sorted(list_files(self.spool)):
             if draw in self.consumed or draw in self._ready:
                 continue

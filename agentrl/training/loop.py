@@ -36,13 +36,21 @@ def train(
     stop: Callable[[], bool],
     events: Writer,
     backend: Backend | None = None,
+    address: str = "127.0.0.1",
 ) -> int:
     """Train until `training.steps`, from the newest good checkpoint or the starting model.
 
+    address: of the interface where groups are taken, if they come by socket.
     Returns 0 when the run is done, 75 when `stop` asked for the end and everything is saved.
     Raises WaitTimeout, NoSignalError, DivergedError, PublishError, CheckpointError.
     """
     trainer = _start(config, attempt, events, backend)
+    with trainer.intake.receiving(attempt, address):
+        return _run(trainer, stop)
+
+
+def _run(trainer: _Trainer, stop: Callable[[], bool]) -> int:
+    """Run to the end, and save whatever the end is."""
     try:
         return trainer.run(stop)
     except Interrupted as reason:

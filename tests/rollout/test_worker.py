@@ -1,4 +1,6 @@
 import asyncio
+import contextlib
+import dataclasses
 import os
 import time
 
@@ -7,9 +9,12 @@ from rollout_toys import ToyAgent, ToyProvider, shop, task
 
 from agentrl.config import RunConfig
 from agentrl.errors import RecordError, TooManyInfraFailures, WaitTimeout
+from agentrl.events import NoEvents
+from agentrl.handoff.socket_receiver import SocketReceiver
 from agentrl.handoff.spool import SpoolWriter, delete, list_spool, read_group
 from agentrl.handoff.trajectory import Group
 from agentrl.rollout.draws import DrawSet, shard
+from agentrl.rollout.sender import open_sender
 from agentrl.rollout.view import EnginesFile, TrainerView
 from agentrl.rollout.worker import Worker
 from agentrl.weights.version import Announced, announce
@@ -56,16 +61,39 @@ def config(**changes):
     return made
 
 
-def worker(run_dir, stop=lambda: False, settings=None, **parts):
-    made = shop(settings or config(), **parts)
-    return Worker(
-        shop=made,
-        tasks=[task(number) for number in range(10)],
-        draws=shard(node=0, nodes=1, worker=0, workers=1),
-        spool=run_dir / "spool",
-        view=TrainerView(run_dir / "weights", attempt=1),
-        stop=stop,
+@pytest.fixture(params=["files", "socket"])
+def handoff(request):
+    return request.param
+
+
+@pytest.fixture
+def work(handoff, tmp_path):
+    """Runs a worker of node 0 by either transport; the trainer's end of it is open meanwhile."""
+
+    async def run(settings=None, stop=lambda: False, **parts):
+        settings = dataclasses.replace(settings or config(), handoff=handoff)
+        made = shop(settings, **parts)
+        async with open_sender(settings, tmp_path, node=0, attempt=1, events=made.events) as sender:
+            return await Worker(
+                shop=made,
+                tasks=[task(number) for number in range(10)],
+                draws=shard(node=0, nodes=1, worker=0, workers=1),
+                spool=tmp_path / "spool",
+                sender=sender,
+                view=TrainerView(tmp_path / "weights", attempt=1),
+                stop=stop,
+            ).run()
+
+    end = SocketReceiver(
+        spool=tmp_path / "spool",
+        attempt_dir=tmp_path / "attempts" / "0001",
+        run=tmp_path.name,
+        attempt=1,
+        consumed=(),
+        events=NoEvents(),
     )
+    with end if handoff == "socket" else contextlib.nullcontext():
+        yield run
 
 
 async def until(condition):
@@ -74,12 +102,12 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-def test_a_worker_goes_as_far_ahead_as_allowed_and_ends_when_the_trainer_is_done(tmp_path):
+def test_a_worker_goes_as_far_ahead_as_allowed_and_ends_when_the_trainer_is_done(tmp_path, work):
     trainer = Trainer(tmp_path)
     spool = tmp_path / "spool"
 
     async def run():
-        running = asyncio.create_task(worker(tmp_path).run())
+        running = asyncio.create_task(work())
         await until(lambda: len(list_spool(spool)) == 4)
         await asyncio.sleep(0.2)  # it would go on, if it were to
         assert list(list_spool(spool)) == [0, 1, 2, 3]
@@ -92,7 +120,7 @@ def test_a_worker_goes_as_far_ahead_as_allowed_and_ends_when_the_trainer_is_done
     assert read_group(list_spool(spool)[2]).trajectories[0].cause == "submitted"
 
 
-def test_a_resumed_worker_makes_exactly_the_missing_draws(tmp_path):
+def test_a_resumed_worker_makes_exactly_the_missing_draws(tmp_path, work):
     trainer = Trainer(tmp_path)
     trainer.consumed = DrawSet([1, 4])
     trainer.announce()
@@ -102,7 +130,7 @@ def test_a_resumed_worker_makes_exactly_the_missing_draws(tmp_path):
     agent = ToyAgent()
 
     async def run():
-        running = asyncio.create_task(worker(tmp_path, agent=agent).run())
+        running = asyncio.create_task(work(agent=agent))
         await until(lambda: len(list_spool(tmp_path / "spool")) == 4)
         trainer.announce(done=True)
         return await running
@@ -112,13 +140,14 @@ def test_a_resumed_worker_makes_exactly_the_missing_draws(tmp_path):
     assert list(list_spool(tmp_path / "spool")) == [0, 2, 3, 5]
 
 
-def test_a_stop_cancels_what_runs_and_closes_its_sandboxes(tmp_path):
+def test_a_stop_cancels_what_runs_and_closes_its_sandboxes(tmp_path, work):
     Trainer(tmp_path)
     agent, provider, asked = ToyAgent(hold=8), ToyProvider(), []
 
     async def run():
-        made = worker(tmp_path, stop=lambda: bool(asked), agent=agent, provider=provider)
-        running = asyncio.create_task(made.run())
+        running = asyncio.create_task(
+            work(stop=lambda: bool(asked), agent=agent, provider=provider)
+        )
         await asyncio.wait_for(agent.held.wait(), 20)
         asked.append(True)
         return await running
@@ -128,13 +157,12 @@ def test_a_stop_cancels_what_runs_and_closes_its_sandboxes(tmp_path):
     assert list_spool(tmp_path / "spool") == {}
 
 
-def test_no_more_trajectories_are_in_flight_than_asked(tmp_path):
+def test_no_more_trajectories_are_in_flight_than_asked(tmp_path, work):
     trainer = Trainer(tmp_path)
     provider = ToyProvider()
 
     async def run():
-        made = worker(tmp_path, settings=config(concurrency=3), provider=provider)
-        running = asyncio.create_task(made.run())
+        running = asyncio.create_task(work(config(concurrency=3), provider=provider))
         await until(lambda: len(list_spool(tmp_path / "spool")) == 4)
         trainer.announce(done=True)
         return await running
@@ -143,15 +171,16 @@ def test_no_more_trajectories_are_in_flight_than_asked(tmp_path):
     assert provider.most <= 3
 
 
-def test_too_many_failures_of_ours_end_the_worker_with_the_table(tmp_path):
+def test_too_many_failures_of_ours_end_the_worker_with_the_table(tmp_path, work):
     trainer = Trainer(tmp_path)
     settings = config(infra_window=10)
     with pytest.raises(TooManyInfraFailures, match=r"sandbox_start +10 +100%  .*no room"):
-        asyncio.run(worker(tmp_path, settings=settings, provider=ToyProvider(fails=1.0)).run())
+        asyncio.run(work(settings=settings, provider=ToyProvider(fails=1.0)))
     assert trainer.consumed.count == 0
 
 
-def test_a_spool_that_cannot_be_written_ends_the_worker(tmp_path):
+@pytest.mark.parametrize("handoff", ["files"])
+def test_a_spool_that_cannot_be_written_ends_the_worker(tmp_path, work):
     Trainer(tmp_path)
 
     async def agent(**parts):
@@ -162,22 +191,22 @@ def test_a_spool_that_cannot_be_written_ends_the_worker(tmp_path):
         return await ToyAgent()(**parts)
 
     with pytest.raises(OSError, match="spool"):
-        asyncio.run(worker(tmp_path, agent=agent).run())
+        asyncio.run(work(agent=agent))
 
 
-def test_a_trainer_that_never_shows_up_is_named(tmp_path):
+def test_a_trainer_that_never_shows_up_is_named(tmp_path, work):
     settings = config()
     settings.training.wait_timeout_s = 0.05
     with pytest.raises(WaitTimeout, match="the trainer of this launch attempt is missing"):
-        asyncio.run(worker(tmp_path, settings=settings).run())
+        asyncio.run(work(settings=settings))
 
 
-def test_a_jump_of_the_hosts_clock_ends_no_wait(tmp_path, monkeypatch):
+def test_a_jump_of_the_hosts_clock_ends_no_wait(tmp_path, work, monkeypatch):
     settings = config()
     settings.training.wait_timeout_s = 60.0
 
     async def run():
-        running = asyncio.create_task(worker(tmp_path, settings=settings).run())
+        running = asyncio.create_task(work(settings=settings))
         await asyncio.sleep(0)  # it has begun to wait
         real = time.time
         monkeypatch.setattr(time, "time", lambda: real() + 86_400)
