@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -91,7 +92,7 @@ async def ask(party: Party, meant: str, at: tuple[str, int], *, source: str, lim
     except (EOFError, msgspec.MsgspecError, ValueError) as error:
         reason = f"it answered in no such protocol ({error or type(error).__name__})"
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = os.strerror(error.errno) if error.errno else str(error)
     return f"{where}: {reason}" if reason else ""
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from slurm.network import NodePlan
 
 ADDRESS = r"(?P<interface>[^\s\[\]:]+):(?P<address>\S+?)<\d+>"
-BOOTSTRAP = re.compile(rf"NCCL INFO Bootstrap ?: Using {ADDRESS}")
-"""`Bootstrap : Using` until 2.22, `Bootstrap: Using` after."""
+BOOTSTRAP = re.compile(rf"NCCL INFO Bootstrap ?: Using (?:\[0\])?{ADDRESS}")
+"""`Bootstrap : Using [0]eth0:…` in 2.4, without the number since, without the space of late."""
 OUT_OF_BAND = re.compile(rf"NCCL INFO NET/IB ?: Using .*; ?OOB {ADDRESS}")
 SOCKETS = re.compile(r"NCCL INFO NET/Socket ?: Using (?P<list>.*)")
 SOCKET = re.compile(rf"\[\d+\]{ADDRESS}")

@@ -166,7 +166,7 @@ class _Participant:
         try:
             return await stack.enter_async_context(listening(party, address))
         except OSError as error:
-            return error.strerror or str(error)
+            return os.strerror(error.errno) if error.errno else str(error)
 
     async def try_all(
         self,
