@@ -6,10 +6,12 @@ all, and the trajectory is written once, at its end.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from agentrl import events as ev
 from agentrl.agent import record
@@ -24,6 +26,8 @@ from agentrl.tasks.task import Task
 
 SUBMISSION_BYTES = 1 << 20
 """Output kept of a command that names the submit marker: a patch must not lose its middle."""
+
+_turns: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,18 +85,18 @@ class _Try:
                 return "turn_limit"
             if self.spent_s >= self.limits.trajectory_s:
                 return "time_limit"
-            if not self._extend():
+            if not await self._extend():
                 return "token_limit"
             if cause := await self._turn():
                 return cause
 
-    def _extend(self) -> bool:
+    async def _extend(self) -> bool:
         """Put pending observations into the context; False when no token could be sampled then."""
         ids: list[int] = []
         if self.pending:
             if self.buffer.tokens[-1] != self.tokens.end_of_turn:
                 ids.append(self.tokens.end_of_turn)  # the reply was cut, or ended by another token
-            ids += self.tokens.observation(self.pending)
+            ids += await _in_turn(self.tokens.observation, self.pending)
         if len(self.buffer) + len(ids) >= self.config.tokens_per_trajectory:
             return False
         self.buffer.append_context(ids)
@@ -308,9 +312,22 @@ async def run_agent(
         clock=clock,
         limits=_Limits.of(config, prompts),
         messages=messages,
-        buffer=TokenBuffer(tokens.initial(messages)),
+        buffer=TokenBuffer(await _in_turn(tokens.initial, messages)),
     )
     return run.result(await run.until_end())
+
+
+async def _in_turn(
+    tokenize: Callable[[Sequence[Message]], list[int]], messages: Sequence[Message]
+) -> list[int]:
+    """Tokenize for one caller in each pass of the event loop.
+
+    A thousand trajectories that go on in the same pass, 5 ms each, would hold up all else for 5 s.
+    """
+    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+        ids = tokenize(messages)
+        await asyncio.sleep(0)
+        return ids
 
 
 def _type_name(part: object) -> str:

@@ -108,7 +108,7 @@ def test_a_model_folder_without_a_chat_template_is_refused(odd_path: Path) -> No
 
 
 def test_a_model_folder_without_a_fast_tokenizer_is_refused(odd_path: Path) -> None:
-    with pytest.raises(TemplateError, match="no tokenizer.json"):
+    with pytest.raises(TemplateError, match=r"no tokenizer\.json"):
         ChatTokens.load(odd_path, mode="text")
 
 
