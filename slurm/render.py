@@ -38,8 +38,9 @@ def directives(spec: JobSpec) -> str:
 def render(template: str, spec: JobSpec, **values: object) -> str:
     """Return the script that `template` (a name in slurm/templates) makes of `spec`.
 
-    In the template: `spec`, `directives`, `srun_flags(spec, role, …)`, `srun_everywhere`, the
-    filters `q` (shell quoting) and `dq` (double quotes, in which $NAME is expanded), `values`.
+    In the template: `spec`, `directives`, `srun_flags(spec, role, …)`, `srun_everywhere`, `join`
+    and `wrapped` (words as shell text), the filters `q` (shell quoting) and `dq` (double quotes, in
+    which $NAME is expanded), and `values`.
     Raises SpecError for a value that is missing.
     """
     from jinja2 import UndefinedError
@@ -113,6 +114,16 @@ def double_quoted(text: str) -> str:
     return '"' + re.sub(r"\$(?!\w|\{\w+\})", r"\\$", escaped) + '"'
 
 
+def wrapped(words: Sequence[str], *, indent: int = 2) -> str:
+    """Return `words` quoted for the shell, broken by backslashes into lines of 98 at most."""
+    lines = [""]
+    for word in map(shlex.quote, words):
+        if lines[-1] and len(lines[-1]) + len(word) > 95 - indent * (len(lines) > 1):
+            lines.append("")
+        lines[-1] += f"{' ' if lines[-1] else ''}{word}"
+    return f" \\\n{' ' * indent}".join(lines)
+
+
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # a third of our import
 
@@ -130,6 +141,7 @@ def _environment() -> Environment:
         "srun_flags": srun_flags,
         "srun_everywhere": srun_everywhere,
         "join": shlex.join,
+        "wrapped": wrapped,
     }
     return environment
 
