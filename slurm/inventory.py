@@ -88,6 +88,11 @@ class Inventory(msgspec.Struct, kw_only=True, frozen=True):
     rdma_ports: tuple[RdmaPort, ...] = ()
     host: str = ""
 
+    @property
+    def active_rdma(self) -> tuple[str, ...]:
+        """Ports with a link, as `mlx5_0:1`."""
+        return tuple(port.name for port in self.rdma_ports if port.state == "ACTIVE")
+
 
 Addresses = Mapping[str, tuple[Address, ...]]
 

@@ -15,7 +15,7 @@ import msgspec
 
 from agentrl.errors import NetworkError
 from slurm.inventory import Inventory
-from slurm.network_rank import Choice, Link, Wishes, link_of, rank
+from slurm.network_rank import Choice, Link, Wishes, cautions, link_of, rank, some
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,6 +24,7 @@ class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
     """NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME, MASTER_ADDR; for the roles of this node."""
     rdma: tuple[str, ...] = ()
+    """All ACTIVE ports of the node, as `mlx5_0:1`: NCCL chooses among them itself."""
 
 
 class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +64,8 @@ def plan(
         if not reason:
             rest = [f"{one.label}: ranked after {choice.label}" for one in ranking.choices]
             rest = rest[ranking.choices.index(choice) + 1 :]
-            return describe(choice, inventories, trainer=trainer, refused=(*refused, *rest))
+            made = describe(choice, inventories, trainer=trainer, refused=(*refused, *rest))
+            return msgspec.structs.replace(made, warnings=cautions(choice, inventories, wishes))
         refused.append(f"{choice.label}: {reason}")
     raise NetworkError(told(inventories, wishes, refused))
 
@@ -80,7 +82,7 @@ def refusal(choice: Choice, reach: Mapping[str, str] | None) -> str:
 def told(inventories: Mapping[str, Inventory], wishes: Wishes, refused: Iterable[str]) -> str:
     """Return the message of a refusal: asked, found, to do."""
     asked = f"interface_pin={wishes.pin!r}" if wishes.pin else "a network of all nodes"
-    lines = [f"{asked}: none fits {', '.join(inventories)}"]
+    lines = [f"{asked}: none fits {some(list(inventories))}"]
     lines += [f"  {reason}" for reason in dict.fromkeys(refused)] or ["  no node has an interface"]
     lines += ["name an interface with cluster.interface_pin=NAME, or exclude the node that differs"]
     return "\n".join(lines)
@@ -98,13 +100,15 @@ def describe(
     machines = {one.node: one for one in inventories.values()}
     trainer = trainer or next(iter(machines))
     if trainer not in machines:
-        raise NetworkError(f"trainer={trainer!r}: no inventory of it; there: {', '.join(machines)}")
+        raise NetworkError(
+            f"trainer={trainer!r}: no inventory of it; there: {some(list(machines))}"
+        )
     nodes = {
         node: NodePlan(
             interface=link.interface,
             address=link.ip,
             environment=environment(link, machines[node], choice.links[trainer].ip),
-            rdma=link.rdma,
+            rdma=machines[node].active_rdma,
         )
         for node, link in choice.links.items()
     }

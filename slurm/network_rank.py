@@ -21,6 +21,7 @@ CONTAINER_NAMES = re.compile(
 )
 """Fallback for what has no telling kind."""
 ROUTED = " (routed)"
+SHOWN = 8
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -114,7 +115,7 @@ def rank(inventories: Mapping[str, Inventory], wishes: Wishes) -> Ranking:
                     links.append(link_of(node, interface, address))
     missing = _missing_pin(machines, wishes)
     choices, incomplete = group(links, list(machines), wishes)
-    refused = [f"{reason} (on {', '.join(nodes)})" for reason, nodes in reasons.items()]
+    refused = [f"{reason} (on {some(nodes)})" for reason, nodes in reasons.items()]
     if not choices and len(machines) == 1 and not wishes.pin:
         choices = _loopback(next(iter(machines.values())))
     return Ranking(choices=tuple(choices), refused=(*missing, *incomplete, *refused))
@@ -150,7 +151,7 @@ def unfit(
     if reason := _unroutable(address):
         return reason
     if len(nodes := owners[str(address.interface.ip)]) > 1:
-        return f"the same address on {', '.join(nodes)}"
+        return f"the same address on {some(nodes)}"
     return "" if wishes.pin else _wrong_kind(interface, inventory)
 
 
@@ -197,9 +198,10 @@ def group(
         routes[f"{base} IPv{one.version}{ROUTED}"].append(one)
     choices, incomplete = [], []
     for label, members in subnets.items():
-        if absent := [node for node in nodes if node not in {one.node for one in members}]:
-            there = ", ".join(f"{one.interface} of {one.node}" for one in members)
-            incomplete.append(f"{label}: only {there}; not on {', '.join(absent)}")
+        present = {one.node for one in members}
+        if absent := [node for node in nodes if node not in present]:
+            there = [f"{one.interface} of {one.node}" for one in members]
+            incomplete.append(f"{label}: only {some(there)}; not on {some(absent)}")
         else:
             choices.append(choice_of(label, members, names, wishes))
     for label, members in routes.items():
@@ -245,12 +247,8 @@ def merit(choice: Choice, wishes: Wishes) -> tuple[object, ...]:
 def warnings(label: str, by_node: Mapping[str, Sequence[Link]]) -> Iterable[str]:
     """Yield what a person should know of a choice that works."""
     firsts = [found[0] for found in by_node.values()]
-    for what, values in (
-        ("MTU", [(one.node, one.mtu) for one in firsts]),
-        ("speed in Mb/s", [(one.node, one.speed_mbps) for one in firsts]),
-    ):
-        if len({value for _, value in values}) > 1:
-            yield f"{label}: {what} differs: " + ", ".join(f"{node} {at}" for node, at in values)
+    yield from _difference(f"{label}: MTU", {one.node: one.mtu for one in firsts})
+    yield from _difference(f"{label}: speed in Mb/s", {one.node: one.speed_mbps for one in firsts})
     for node, found in by_node.items():
         names = list(dict.fromkeys(one.interface for one in found))
         if len(names) > 1 and not label.endswith(ROUTED):
@@ -258,6 +256,25 @@ def warnings(label: str, by_node: Mapping[str, Sequence[Link]]) -> Iterable[str]
         twice = [one for one in found if one.interface == names[0]]
         if len(twice) > 1:
             yield f"{label}: {names[0]} of {node} has {len(twice)} addresses; NCCL takes the first"
+
+
+def _difference(what: str, by_node: Mapping[str, int]) -> Iterable[str]:
+    if len(set(by_node.values())) > 1:
+        told = [f"{node} {value}" for node, value in by_node.items()]
+        yield f"{what} differs: {some(told)}"
+
+
+def cautions(
+    choice: Choice, inventories: Mapping[str, Inventory], wishes: Wishes
+) -> tuple[str, ...]:
+    """Return the choice's warnings, and what else of these nodes a person would not expect."""
+    ports = {one.node: len(one.active_rdma) for one in inventories.values()}
+    found = [*choice.warnings, *_difference("number of ACTIVE RDMA ports", ports)]
+    names = sorted({one.interface for one in choice.links.values()}, key=natural)
+    if wishes.hints and any(wishes.rank(name) == len(wishes.hints) for name in names):
+        asked = f"interface_hints={', '.join(wishes.hints)}"
+        found.append(f"{asked}: no network of all nodes has such names; took {', '.join(names)}")
+    return tuple(found)
 
 
 def _missing_pin(machines: Mapping[str, Inventory], wishes: Wishes) -> list[str]:
@@ -292,6 +309,12 @@ def natural(name: str) -> tuple[tuple[int, int, str], ...]:
     """Return a sort key by which eth2 comes before eth10."""
     pieces = re.findall(r"\d+|\D+", name)
     return tuple((0, int(one), "") if one.isdigit() else (1, 0, one) for one in pieces)
+
+
+def some(names: Sequence[str]) -> str:
+    """Name the first few, and how many more there are: a thousand nodes fill no message."""
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def link_of(node: str, interface: Interface, address: Address) -> Link:

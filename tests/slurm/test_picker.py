@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.errors import NetworkError
-from slurm.inventory import Address, Interface, Inventory
+from slurm.inventory import Address, Interface, Inventory, RdmaPort
 from slurm.network import NetworkPlan, plan
 from slurm.network_rank import natural
 
@@ -219,6 +220,36 @@ def test_a_subnet_that_one_node_lacks_is_refused_and_the_node_named() -> None:
     assert "10.0.0.0/24: only eth0 of trn0, eth0 of inf0, eth0 of inf1; not on inf2" in refusal(
         nodes
     )
+
+
+def test_hints_that_match_nothing_are_told() -> None:
+    made = plan(cluster("eno1 10.0.0.{}/24"), hints=("hsn*",))
+    assert made.warnings == (
+        "interface_hints=hsn*: no network of all nodes has such names; took eno1",
+    )
+
+
+def test_nodes_with_fewer_rdma_ports_than_others_are_told() -> None:
+    nodes = cluster("eth0 10.0.0.{}/24")
+    port = RdmaPort(device="mlx5_0", port=1, state="ACTIVE", link_layer="InfiniBand")
+    nodes["inf0"] = msgspec.structs.replace(nodes["inf0"], rdma_ports=(port,))
+    made = plan(nodes)
+    assert made.nodes["inf0"].rdma == ("mlx5_0:1",)
+    told = "number of ACTIVE RDMA ports differs: trn0 0, inf0 1, inf1 0, inf2 0"
+    assert made.warnings == (told,)
+
+
+def test_a_thousand_nodes_are_ranked_in_seconds_and_fill_no_message() -> None:
+    nodes = {
+        f"n{at}": Inventory(
+            node=f"n{at}",
+            interfaces=(LO, docker(), nic("eth0", f"10.0.{at // 250}.{at % 250 + 1}/16")),
+        )
+        for at in range(1000)
+    }
+    made = plan(nodes)
+    assert len(made.nodes) == 1000
+    assert max(len(one) for one in made.refused) < 300
 
 
 # Routed networks and proofs
