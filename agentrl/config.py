@@ -15,9 +15,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from agentrl.config_checks import check
 from agentrl.config_checks import get as get
-from agentrl.config_cluster import SITES_OWN, ClusterConfig
+from agentrl.config_cluster import ClusterConfig
+from agentrl.config_engine import EngineConfig as EngineConfig
 from agentrl.config_layers import laid_over, read, refuse_unknown
 from agentrl.errors import ConfigError
+
+SITES_OWN = ("cluster.environment", "engine.sglang.environment")
+"""Sections whose keys are not ours to name."""
 
 
 @dataclass
@@ -108,32 +112,6 @@ class AgentConfig:
     """Longest that one turn (a model call and its commands) may take, seconds."""
     trajectory_timeout_s: float = 300.0
     """Longest that one trajectory may take, seconds."""
-
-
-@dataclass
-class EngineConfig:
-    kind: str = "embedded"
-    """`embedded`: the torch server that ships here. `sglang`: SGLang's."""
-    count: int = 1
-    """Engines on each inference node."""
-    max_running: int = 64
-    """Requests that one engine decodes at the same time."""
-    context_length: int = 512
-    """Longest prompt plus reply that an engine takes, tokens."""
-    threads: int = 1
-    """Torch threads of one embedded engine."""
-    niceness: int = 0
-    """Of an embedded engine on shared cores; no effect where sched_autogroup_enabled is 1."""
-    start_timeout_s: float = 180.0
-    """Longest until a started engine answers, seconds."""
-    request_timeout_s: float = 60.0
-    """Longest that one request may take, seconds."""
-    retries: int = 8
-    """Times that one request is sent again after a connection error or a 503."""
-    max_restarts: int = 3
-    """Restarts of one engine, within ten minutes, before the role gives up."""
-    pause_mode: str = "retract"
-    """How running requests wait while weights change: `abort`, `in_place` or `retract`."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from agentrl.config_cluster import check_cluster
+from agentrl.config_engine import check_engine
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ def check(config: RunConfig) -> None:
             "evaluation.temperature=0 is the greedy one"
         )
     check_cluster(config.cluster)
+    check_engine(config.engine)
 
 
 def get(config: RunConfig, key: str) -> Any:

@@ -9,9 +9,7 @@ from pathlib import Path
 
 from agentrl.errors import ConfigError
 
-PRESETS = Path(__file__).resolve().parent.parent / "configs" / "clusters"
-SITES_OWN = ("cluster.environment",)
-"""Sections whose keys are not ours to name."""
+CLUSTERS = Path(__file__).resolve().parent.parent / "configs" / "clusters"
 
 
 @dataclass
@@ -78,20 +76,22 @@ class ClusterConfig:
         return self.name != "local"
 
 
-def preset(name: str, where: str, *, beside: Path | None = None) -> Path:
-    """Return the file of a preset: a name of ours, or the path of a YAML. Raises ConfigError.
+def preset(
+    name: str, where: str, *, section: str, folder: Path, beside: Path | None = None
+) -> Path:
+    """Return the file of a preset: a name in `folder`, or the path of a YAML. Raises ConfigError.
 
     beside: folder that a relative path is looked up from.
     """
     if name.endswith((".yaml", ".yml")):
         return (beside or Path.cwd()) / name
-    known = sorted(path.stem for path in PRESETS.glob("*.yaml"))
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name in known:
-        return PRESETS / f"{name}.yaml"
+        return folder / f"{name}.yaml"
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"; near it are {', '.join(near)}" if near else ""
     raise ConfigError(
-        f"{where}: cluster={name!r}: no such preset{hint}; there are {', '.join(known)}, or give "
+        f"{where}: {section}={name!r}: no such preset{hint}; there are {', '.join(known)}, or give "
         "the path of a YAML of your own"
     )
 
@@ -114,6 +114,8 @@ def check_cluster(config: ClusterConfig) -> None:
             )
         if resources.gres and resources.gpus_per_node:
             raise ConfigError(f"cluster.{role}: gres and gpus_per_node; give one of them")
-    for name in config.environment:
+    for name, value in config.environment.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"cluster.environment.{name}={value}: must be a text; quote it")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError(f"cluster.environment.{name}: no name of a variable")

@@ -11,8 +11,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from agentrl.config_cluster import preset
+from agentrl.config_cluster import CLUSTERS, preset
+from agentrl.config_engine import ENGINES
 from agentrl.errors import ConfigError
+
+PRESETS = {"cluster": CLUSTERS, "engine": ENGINES}
+"""Sections that may be named, as in `cluster=lab`, and where what they then hold lies."""
 
 
 def read(path: Path, chain: tuple[Path, ...] = ()) -> DictConfig:
@@ -35,28 +39,34 @@ def read(path: Path, chain: tuple[Path, ...] = ()) -> DictConfig:
         for name in ([parents] if isinstance(parents, str) else parents)
     ]
     below = OmegaConf.merge(*layers) if layers else OmegaConf.create()
-    name = own.cluster if isinstance(own.get("cluster"), str) else ""
-    if name:
-        del own["cluster"]
-        below = with_cluster(cast(DictConfig, below), name, f"{path}", beside=path.parent)
+    for section in PRESETS:
+        if isinstance(name := own.get(section), str):
+            del own[section]
+            below = with_preset(
+                cast(DictConfig, below), section, name, f"{path}", beside=path.parent
+            )
     return cast(DictConfig, OmegaConf.merge(below, own))
 
 
 def laid_over(below: DictConfig, overrides: Sequence[str]) -> DictConfig:
-    """Lay `key=value` overrides over a mapping; `cluster=NAME` goes before the others."""
-    named = [item.partition("=")[2] for item in overrides if item.startswith("cluster=")]
-    if named:
-        below = with_cluster(below, named[-1], "command line")
-    rest = [item for item in overrides if not item.startswith("cluster=")]
+    """Lay `key=value` overrides over a mapping; `cluster=NAME`, `engine=NAME` go before others."""
+    rest = list(overrides)
+    for section in PRESETS:
+        named = [item.partition("=")[2] for item in rest if item.startswith(f"{section}=")]
+        if named:
+            below = with_preset(below, section, named[-1], "command line")
+        rest = [item for item in rest if not item.startswith(f"{section}=")]
     return cast(DictConfig, OmegaConf.merge(below, dotlist(rest)))
 
 
-def with_cluster(
-    below: DictConfig, name: str, where: str, *, beside: Path | None = None
+def with_preset(
+    below: DictConfig, section: str, name: str, where: str, *, beside: Path | None = None
 ) -> DictConfig:
-    """Put a preset in the place of whatever cluster was chosen before."""
-    below.pop("cluster", None)
-    return cast(DictConfig, OmegaConf.merge(below, read(preset(name, where, beside=beside))))
+    """Lay a preset over what is below; a cluster takes the place of the one chosen before."""
+    if section == "cluster":
+        below.pop("cluster", None)
+    path = preset(name, where, section=section, folder=PRESETS[section], beside=beside)
+    return cast(DictConfig, OmegaConf.merge(below, read(path)))
 
 
 def dotlist(overrides: Iterable[str]) -> DictConfig:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from dataclasses import dataclass
 
 from agentrl.errors import VersionError
 
+log = logging.getLogger(__name__)
 EMBEDDED = "embedded-"
-OLDEST = (0, 5, 17)
+OLDEST = (0, 5, 15)
+NEWEST = (0, 5, 23)
+"""The newest whose wheel was read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +54,8 @@ _EMBEDDED = Capabilities(
 )
 # Lower bounds, from reading each wheel; a version between two rows behaves as the lower one.
 _SGLANG: dict[tuple[int, int, int], Capabilities] = {
-    (0, 5, 17): Capabilities(
-        name="sglang 0.5.17",
+    (0, 5, 15): Capabilities(
+        name="sglang 0.5.15",
         has_spans=False,
         has_update_brackets=False,
         can_flush_retracted=False,
@@ -80,14 +84,26 @@ _SGLANG: dict[tuple[int, int, int], Capabilities] = {
 
 
 def capabilities(version: str) -> Capabilities:
-    """Return what the server that calls itself `version` can do. Raises VersionError."""
+    """Return what the server that calls itself `version` can do. Raises VersionError.
+
+    A version newer than the table, or none that can be read (a build from source calls itself
+    0.0.0), is taken for the newest row, with a warning.
+    """
     if version.startswith(EMBEDDED):
         return _EMBEDDED
-    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
-    number = tuple(int(part) for part in found.groups()) if found else ()
-    if number < OLDEST:
+    number = _number(version)
+    if (0, 0, 0) < number < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise VersionError(
             f"engine of version {version!r}: must be sglang {oldest} or newer, or the embedded one"
         )
+    if number > NEWEST or number == (0, 0, 0):
+        newest = _SGLANG[max(_SGLANG)]
+        log.warning("sglang %s is not in our table: taken for %s", version or "?", newest.name)
+        return newest
     return _SGLANG[max(key for key in _SGLANG if key <= number)]
+
+
+def _number(version: str) -> tuple[int, ...]:
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", version)
+    return tuple(int(part) for part in found.groups()) if found else (0, 0, 0)

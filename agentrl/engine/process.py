@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TAIL_BYTES = 4000
@@ -23,7 +23,9 @@ class EngineProcess:
         self.log = log
 
     @classmethod
-    async def start(cls, command: Sequence[str], log: Path) -> EngineProcess:
+    async def start(
+        cls, command: Sequence[str], log: Path, *, environ: Mapping[str, str] | None = None
+    ) -> EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
             process = await asyncio.create_subprocess_exec(
@@ -32,6 +34,7 @@ class EngineProcess:
                 stdout=file,
                 stderr=file,
                 start_new_session=True,
+                env=None if environ is None else dict(environ),
             )
         return cls(process, log)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ import aiohttp
 
 from agentrl.config import EngineConfig
 from agentrl.engine.command import StartOptions, engine_command
+from agentrl.engine.devices import EngineShare, free_ports
 from agentrl.engine.process import EngineProcess, tail
 from agentrl.errors import LaunchError, WaitTimeout
 from agentrl.weights.version import Announced, lease, release
@@ -44,24 +45,48 @@ class Leased:
             release(self._announced.folder.parent, self._announced.version, self._owner)
 
 
-async def launch(
-    config: EngineConfig, index: int, model: Path, announced: Announced | None, log: Path
-) -> tuple[EngineProcess, Ready]:
-    """Start engine `index` with the announced weights, or with the starting model."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What one start of one engine differs in from the others."""
+
+    index: int
+    announced: Announced | None
+    log: Path
+    share: EngineShare
+    graphs: bool = True
+
+
+async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[EngineProcess, Ready]:
+    """Start an engine with the announced weights, or with the starting model.
+
+    Raises LaunchError where the weights' folder is missing or no port is free.
+    """
+    announced, share = start.announced, start.share
+    weights = (model if announced is None else announced.folder).absolute()
+    if not weights.is_dir():
+        raise LaunchError(
+            f"engine {start.index}: its weights {weights} are no folder here; give model.path a "
+            "folder in Hugging Face's layout that this node sees"
+        )
     is_embedded = config.kind == "embedded"
-    ready_file = log.parent / f"engine-{index}.ready.json" if is_embedded else None
-    port = 0 if is_embedded else _free_port()
+    ready_file = start.log.parent / f"engine-{start.index}.ready.json" if is_embedded else None
+    port, nccl_port = (0, None) if is_embedded else free_ports(2, share.ports)
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
     options = StartOptions(
-        index=index,
-        weights=(model if announced is None else announced.folder).absolute(),
+        index=start.index,
+        weights=weights,
         tokenizer=model.absolute(),
         version=0 if announced is None else announced.version,
         port=port,
+        nccl_port=nccl_port,
         ready_file=None if ready_file is None else ready_file.absolute(),
+        is_masked=bool(share.environment),
+        graphs=start.graphs,
     )
-    process = await EngineProcess.start(engine_command(config, options), log)
+    command = engine_command(config, options)
+    environ = share.environ(dict(os.environ)) | command.environment
+    process = await EngineProcess.start(command.arguments, start.log, environ=environ)
     url = None if is_embedded else f"http://127.0.0.1:{port}"
     return process, Ready(file=ready_file, url=url)
 
@@ -103,10 +128,3 @@ def _read_url(file: Path | None) -> str | None:
     if file is None or not file.is_file():
         return None
     return str(json.loads(file.read_bytes())["url"])
-
-
-def _free_port() -> int:
-    """A port that was free just now. SGLang cannot bind 0 and say what it got; when another takes
-    it first, that start fails and the next one asks again."""
-    with socket.create_server(("127.0.0.1", 0)) as held:
-        return int(held.getsockname()[1])

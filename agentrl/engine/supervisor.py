@@ -15,8 +15,9 @@ import aiohttp
 from agentrl.config import EngineConfig
 from agentrl.engine.admin import EngineAdmin
 from agentrl.engine.capabilities import Capabilities
+from agentrl.engine.devices import EngineShare
 from agentrl.engine.process import EngineProcess, tail
-from agentrl.engine.startup import Leased, launch, wait_until_ready
+from agentrl.engine.startup import Leased, Start, launch, wait_until_ready
 from agentrl.errors import LaunchError, RecordError, VersionError, WaitTimeout
 from agentrl.events import EngineFault, EngineState, VersionEvent, Writer, now
 from agentrl.weights.version import Announced
@@ -186,9 +187,10 @@ class EngineSupervisor:
         self._state(engine, "starting")
         announced = self._announced
         with Leased(announced, engine.name):
-            engine.process, ready = await launch(
-                self._config, engine.index, self._model, announced, engine.log
+            start = Start(
+                index=engine.index, announced=announced, log=engine.log, share=EngineShare()
             )
+            engine.process, ready = await launch(self._config, self._model, start)
             url = await wait_until_ready(
                 self._session, engine.process, ready, timeout_s=self._config.start_timeout_s
             )

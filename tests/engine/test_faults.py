@@ -1,0 +1,61 @@
+"""The classifier on lines as drivers and SGLang write them; each fixture is named by its kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.engine.faults import LogReader, classify
+
+LOGS = Path(__file__).parent / "fixtures" / "logs"
+FAULTY = sorted(path for path in LOGS.glob("*.*.log"))
+
+
+@pytest.mark.parametrize("path", FAULTY, ids=lambda path: path.stem)
+def test_a_log_is_named_by_its_fault(path: Path) -> None:
+    found = LogReader()
+    found.feed(path.read_text())
+    assert found.end() is not None
+    assert found.cause is not None
+    assert found.cause.kind == path.name.split(".")[0]
+
+
+def test_a_log_of_ordinary_life_has_no_fault_and_no_odd_line() -> None:
+    reader = LogReader()
+    assert reader.feed((LOGS / "quiet.log").read_text()) is None
+    assert not reader.unknown
+
+
+@given(st.data())
+def test_pieces_of_any_size_say_the_same_as_the_whole(data: st.DataObject) -> None:
+    text = (LOGS / "memory_access.nvidia.log").read_text()
+    cuts = data.draw(st.lists(st.integers(0, len(text)), max_size=8).map(sorted))
+    reader = LogReader()
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        reader.feed(text[start:end])
+    assert reader.kinds == {"scheduler": 1, "memory_access": 2}
+
+
+def test_lines_that_look_like_errors_and_are_not_known_are_counted_by_shape() -> None:
+    reader = LogReader()
+    reader.feed("QuantumError: bit 17 lost\nQuantumError: bit 3 lost\nall is well\n")
+    assert reader.unknown == {"QuantumError: bit N lost": 2}
+    assert reader.first is None
+
+
+def test_the_cause_is_named_and_not_what_followed_from_it() -> None:
+    reader = LogReader()
+    reader.feed("Scheduler hit an exception: Traceback\nHIP out of memory.\nNCCL error: abort\n")
+    assert reader.first is not None
+    assert reader.first.kind == "scheduler"
+    assert reader.cause is not None
+    assert reader.cause.kind == "out_of_memory"
+
+
+@given(st.text())
+def test_any_line_is_classified_or_not_without_an_error(line: str) -> None:
+    found = classify(line)
+    assert found is None or len(found.text) <= 500
