@@ -1,22 +1,23 @@
 """`agentrl resume RUN [key=value …]`: go on with a run from its newest verified checkpoint.
 
-What it uses is what its own directory says; only training.steps and timeouts can be changed.
+What it uses is what its own directory says; only training.steps, timeouts and the cluster can be
+changed. On a cluster it queues another job, unless one is queued or runs already.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from agentrl import config as schema
 from agentrl.config import RunConfig
+from agentrl.config_layers import laid_over
 from agentrl.errors import ConfigError
+from launch import cluster_run, submission
 from launch.command import add_overrides, guard, parse, parser, say
 from launch.run_dir import RunDir, command_line, settled
-from launch.supervise import supervise
 from slurm import ledger
 
 
@@ -27,6 +28,7 @@ def main(argv: Sequence[str]) -> int:
     add_overrides(arguments)
     given = parse(arguments, argv)
     run = RunDir.open(given.run)
+    submission.refuse_if_living(run)
     if given.overrides:
         run.write_config(changed(run.config(), given.overrides))
     history = ledger.read(run.path)
@@ -34,6 +36,10 @@ def main(argv: Sequence[str]) -> int:
         say(f"{run.name} is done at step {run.checkpoint_step()}; training.steps=N goes further")
         return 0
     say(f"run {run.path}, from step {run.checkpoint_step()}")
+    if run.config().cluster.is_slurm:
+        return cluster_run.launch(run, command_line("resume", argv), began="resumed")
+    from launch.supervise import supervise
+
     return supervise(run, command_line("resume", argv), began="resumed")
 
 
@@ -43,18 +49,18 @@ def changed(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
         key = item.partition("=")[0]
         if not may_change(key):
             raise ConfigError(
-                f"{key}: a resumed run keeps it; only training.steps, grace_s and timeouts and "
-                "…timeout_s can be changed. Another value needs a run of another name"
+                f"{key}: a resumed run keeps it; only training.steps, grace_s, "
+                "…timeout_s and cluster can be changed. Another value needs a run of another name"
             )
-    chosen = OmegaConf.merge(OmegaConf.structured(config), OmegaConf.from_dotlist(list(overrides)))
-    plain = OmegaConf.create(OmegaConf.to_container(chosen))
-    if not isinstance(plain, type(OmegaConf.create({}))):
+    plain = OmegaConf.create(OmegaConf.to_container(OmegaConf.structured(config)))
+    if not isinstance(plain, DictConfig):
         raise ConfigError(f"overrides {overrides}: make no mapping")
-    return settled(dataclasses.replace(schema.resolve(plain, "resume")))
+    return settled(schema.resolve(laid_over(plain, overrides), "resume"))
 
 
 def may_change(key: str) -> bool:
-    return key == "training.steps" or key == "grace_s" or key.endswith("timeout_s")
+    is_where = key == "cluster" or key.startswith("cluster.")
+    return is_where or key in ("training.steps", "grace_s") or key.endswith("timeout_s")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, LaunchError
 from agentrl.handoff.publish import publish_bytes, publish_json
+from launch.jobs import living
 from slurm import exit_record, ledger
 
 STOP = "STOP"
@@ -155,28 +156,33 @@ def begin_attempt(run: RunDir, argv: Sequence[str]) -> int:
     return number
 
 
-def settle_lost(run: RunDir) -> None:
-    """Write the ledger line of an attempt whose launcher died. Raises LaunchError if it lives."""
+def settle_lost(run: RunDir, *, own_job: str = "") -> None:
+    """Write the ledger line of an attempt whose launcher died. Raises LaunchError if it lives.
+
+    own_job: id of the Slurm job that asks; what it began in an earlier life is lost.
+    """
     known = {line.attempt for line in ledger.read(run.path)}
     for number in [number for number in run.attempts() if number not in known]:
         launcher = launcher_of(run, number)
-        if is_living(launcher):
+        if not (own_job and launcher.get("job") == own_job) and is_living(launcher):
             raise LaunchError(
-                f"run {run.path}: attempt {number} still runs (pid {launcher['pid']}); "
+                f"run {run.path}: attempt {number} still runs ({_named(launcher)}); "
                 f"`agentrl stop {run.path}` ends it"
             )
         record = exit_record.read(run.attempt(number), "trainer", 0)
+        trainer = f"trainer: {record.message or record.cause}" if record else "trainer: no record"
         ledger.append(
             run.path,
             ledger.LedgerLine(
                 attempt=number,
-                began="unknown",
-                is_by_person=False,
-                ended=f"the launcher was lost; trainer: {record.cause if record else 'no record'}",
+                began=str(launcher.get("began", "unknown")),
+                is_by_person=launcher.get("is_by_person") is True,
+                ended=f"{_named(launcher)} was lost before it could decide; {trainer}",
                 action="lost",
                 code=exit_record.FAILED,
                 step_begin=_number(launcher.get("step_begin")),
                 step_end=run.checkpoint_step(),
+                job=str(launcher.get("job", "")),
                 started=float(_number(launcher.get("started"))),
             ),
         )
@@ -189,7 +195,10 @@ def launcher_of(run: RunDir, number: int) -> dict[str, object]:
 
 
 def is_living(launcher: dict[str, object]) -> bool:
-    """Whether that very process still runs on this host."""
+    """Whether that very process still runs on this host, or that job is queued or runs."""
+    job = launcher.get("job")
+    if isinstance(job, str) and job:
+        return bool(living([job]))
     pid = launcher.get("pid")
     if not isinstance(pid, int) or launcher.get("host") != socket.gethostname():
         return False
@@ -203,6 +212,13 @@ def is_living(launcher: dict[str, object]) -> bool:
 
 def command_line(command: str, argv: Sequence[str]) -> list[str]:
     return ["agentrl", command, *argv]
+
+
+def _named(launcher: dict[str, object]) -> str:
+    """Name who launched an attempt: a job, or a process of this host."""
+    if launcher.get("job"):
+        return f"job {launcher['job']}, restart {launcher.get('restart', 0)}"
+    return f"the launcher, pid {launcher.get('pid', '?')},"
 
 
 def _number(value: object) -> int:

@@ -1,5 +1,7 @@
-"""`agentrl train CONFIG [key=value …]`: begin a run on this machine and see it to its end.
+"""`agentrl train CONFIG [key=value …]`: begin a run, here or as a job on a cluster (cluster=NAME).
 
+On this machine the command sees the run to its end; on a cluster it ends with the job's id.
+--dry-run prints the very script that would be queued, and leaves everything as it is.
 The starting model is runs/NAME/sft/model where `agentrl sft` has made it from this very
 model.path, else model.path itself.
 """
@@ -14,21 +16,29 @@ from pathlib import Path
 from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from launch import cluster_run, submission
 from launch.command import add_config, guard, parse, parser, say
 from launch.run_dir import command_line, create, settled
-from launch.supervise import supervise
 
 
 def main(argv: Sequence[str]) -> int:
     """Create the run, or go on with the very same one, and train it."""
     arguments = parser("train", __doc__)
+    arguments.add_argument("--dry-run", action="store_true", help="print the batch script and end")
     add_config(arguments)
     given = parse(arguments, argv)
     config = starting_config(schema.load(given.config, given.overrides))
+    if given.dry_run:
+        return cluster_run.show(config)
     check_model(config)
     line = command_line("train", argv)
     run = create(config, line)
     say(f"run {run.path}, starting model {run.config().model.path}")
+    if config.cluster.is_slurm:
+        return cluster_run.launch(run, line, began="started")
+    from launch.supervise import supervise
+
+    submission.refuse_if_living(run)
     return supervise(run, line, began="started")
 
 

@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,31 @@ def result_path(folder: Path, job_id: str, role: str, node: int) -> Path:
 def main(argv: list[str]) -> int:
     """Fork the role, then keep it."""
     submission = msgspec.json.decode(Path(argv[0]).read_bytes(), type=Submission)
-    launcher = int(os.environ["AGENTRL_LAUNCHER"])
+    return keep(
+        lambda: _run(Path(argv[0]).parent, submission, argv[1], int(argv[2])),
+        launcher=int(os.environ["AGENTRL_LAUNCHER"]),
+        grace_s=submission.grace_s,
+    )
+
+
+def keep(role: Callable[[], int], *, launcher: int, grace_s: float) -> int:
+    """Run `role` in a child, and leave nothing of it behind; return its code, 128+N for signal N.
+
+    It ends, after grace_s to save, when process `launcher` is no more our parent. MARK has to be
+    in the environment that this process was started with.
+    """
     signals = {*PASSED_ON, KILL_NOW, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     _die_with_parent(signal.SIGTERM)
     keeper = os.getpid()
     child = os.fork()
     if child:
-        return _keep(child, launcher, submission.grace_s, signals)
+        return _wait(child, launcher, grace_s, signals)
     _die_with_parent(signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if os.getppid() != keeper:  # it died before the request above was in force
-        return 128 + signal.SIGKILL
-    return _run(Path(argv[0]).parent, submission, argv[1], int(argv[2]))
+        sys.exit(128 + signal.SIGKILL)
+    sys.exit(role())
 
 
 def _run(folder: Path, submission: Submission, role: str, node: int) -> int:
@@ -90,8 +103,8 @@ def _encode(outcome: str, value: Any) -> bytes:
         raise TypeError(f"the role returned {value!r}, which JSON cannot carry: {error}") from error
 
 
-def _keep(role: int, launcher: int, grace_s: float, signals: set[signal.Signals]) -> int:
-    """Wait for the role's end; return its code, 128+N for signal N."""
+def _wait(role: int, launcher: int, grace_s: float, signals: set[signal.Signals]) -> int:
+    """Hand signals on until the role's end, then kill what it started."""
     deadline = float("inf")
     while True:
         came = signal.sigtimedwait(signals, POLL_S)

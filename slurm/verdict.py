@@ -13,7 +13,8 @@ from typing import Literal
 from slurm.exit_record import DONE, FAILED, SAVED, USAGE, ExitRecord
 from slurm.ledger import LedgerLine, attempts_without_progress
 
-Action = Literal["wait", "done", "restart_trainer", "restart_inference", "requeue", "stop"]
+Action = Literal["wait", "done", "restart_trainer", "restart_inference", "requeue", "gone", "stop"]
+"""`gone`: as `requeue`, but Slurm is ending the job already and needs no asking."""
 Asked = Literal["", "person", "limit"]
 TRAINER = "trainer"
 

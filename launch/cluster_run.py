@@ -1,0 +1,126 @@
+"""A run as a Slurm job: config, JobSpec, script on disk, bash -n, sbatch --test-only, sbatch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from agentrl.config import RunConfig
+from agentrl.config_cluster import RoleResources
+from agentrl.errors import ConfigError
+from launch import submission
+from launch.command import say
+from launch.run_dir import RunDir
+from slurm import sbatch
+from slurm.files import publish
+from slurm.render import check_bash, render, srun_flags
+from slurm.spec import Component, JobSpec, literal
+
+TEMPLATE = "run.sh.j2"
+SCRIPT = "script.sbatch"
+LOG = "host.log"
+"""The batch script's own output, of all lives of the job."""
+
+
+def launch(run: RunDir, argv: Sequence[str], *, began: str) -> int:
+    """Queue the run, say its job id and what to type next; return 0.
+
+    Raises LaunchError if it is queued or running already, SubmitError in sbatch's own words.
+    """
+    submission.refuse_if_living(run)
+    config = run.config()
+    number = submission.next_number(run)
+    folder = submission.folder_of(run, number)
+    script = folder / SCRIPT
+    publish(script, script_of(config, run, number, began=began).encode())
+    check_bash(script)
+    sbatch.test_only(script)
+    run.stop_file.unlink(missing_ok=True)
+    is_chain = config.cluster.requeue == "chain"
+    jobs = [
+        sbatch.submit(script, dependency="singleton" if is_chain else "")
+        for _ in range(config.cluster.chain_depth if is_chain else 1)
+    ]
+    submission.record(run, number, jobs, began=began, cluster=config.cluster.name, argv=list(argv))
+    say(f"job {', '.join(jobs)} on cluster {config.cluster.name}; its log: {folder / LOG}")
+    for command in ("watch", "status", "stop"):
+        say(f"$ agentrl {command} {run.path}")
+    return 0
+
+
+def show(config: RunConfig) -> int:
+    """Print the script that `launch` would queue next; write nothing. Return 0."""
+    if not config.cluster.is_slurm:
+        raise ConfigError("--dry-run with cluster=local: there is no script; give cluster=NAME")
+    run = RunDir(config.run_dir.absolute())
+    sys.stdout.write(script_of(config, run, submission.next_number(run), began="started"))
+    return 0
+
+
+def script_of(config: RunConfig, run: RunDir, number: int, *, began: str) -> str:
+    """Return the batch script's text; the same for the same arguments."""
+    spec = job_spec(config, run, number)
+    return render(
+        TEMPLATE,
+        spec,
+        run=run.path,
+        submission=number,
+        began=began,
+        grace_s=round(config.grace_s),
+        python=[sys.executable],
+        is_chain=config.cluster.requeue == "chain",
+        trainer_count=spec.component("trainer").nodes,
+        trainer_flags=_flags_of_one_node(spec, "trainer"),
+        inference_flags=_flags_of_one_node(spec, "inference"),
+        pin=config.cluster.interface_pin,
+        hints=config.cluster.interface_hints,
+    )
+
+
+def job_spec(config: RunConfig, run: RunDir, number: int) -> JobSpec:
+    """Translate the run's choices into what is asked of Slurm. Raises ConfigError, SpecError."""
+    cluster = config.cluster
+    if 0 < cluster.signal_s <= config.grace_s:
+        raise ConfigError(
+            f"cluster.signal_s={cluster.signal_s} is not over grace_s={config.grace_s:g}: the "
+            "limit would come before the roles have had their time to save; raise the first"
+        )
+    return JobSpec(
+        name=config.name,
+        components=(
+            _component("trainer", 1, cluster.trainer),
+            _component("inference", config.rollout.nodes, cluster.inference),
+        ),
+        layout="het" if cluster.layout == "het" else "homogeneous",
+        account=cluster.account,
+        qos=cluster.qos,
+        reservation=cluster.reservation,
+        time_min=cluster.time_min,
+        signal=f"B:USR2@{cluster.signal_s}" if cluster.signal_s else "",
+        requeue=cluster.requeue == "requeue",
+        output=literal(str(submission.folder_of(run, number) / LOG)),
+        modules=tuple(cluster.modules),
+        environment=tuple(cluster.environment.items()),
+    )
+
+
+def _component(role: str, nodes: int, resources: RoleResources) -> Component:
+    return Component(
+        role=role,
+        nodes=nodes,
+        cpus_per_task=resources.cpus_per_task,
+        gpus_per_node=resources.gpus_per_node,
+        gres=resources.gres,
+        mem_gb=resources.mem_gb,
+        partition=resources.partition,
+        constraint=resources.constraint,
+        exclude=resources.exclude,
+        extra=tuple(resources.extra),
+        srun=tuple(resources.srun),
+    )
+
+
+def _flags_of_one_node(spec: JobSpec, role: str) -> list[str]:
+    """Return srun's flags of a role's step on one node, which the script names."""
+    flags = srun_flags(spec, role, nodes=1)
+    return [flag for flag in flags if not flag.startswith("--relative")]

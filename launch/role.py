@@ -1,0 +1,58 @@
+"""One role of a launch attempt on one node: `python -m launch.role ROLE RUN ATTEMPT NODE`.
+
+The batch script starts it by srun, with slurm.task.MARK in its environment. Sandboxes that an
+earlier process left on this node are removed before and after.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.errors import LaunchError
+from launch.command import guard, parser
+from launch.roles import inference_role, trainer_role
+from launch.run_dir import RunDir
+from launch.sweep import sweep_run
+from slurm import proof
+from slurm.task import keep
+
+
+def main(argv: Sequence[str]) -> int:
+    """Play the role to its end; return its exit code."""
+    arguments = parser("role", __doc__)
+    arguments.add_argument("role", choices=["trainer", "inference"])
+    arguments.add_argument("run")
+    arguments.add_argument("attempt", type=int)
+    arguments.add_argument("node", type=int)
+    given = arguments.parse_args(argv)
+    run = RunDir.open(given.run)
+
+    def play(_: Sequence[str]) -> int:
+        if given.role == "trainer":
+            return trainer_role(str(run.path), given.attempt)
+        return inference_role(str(run.path), given.attempt, given.node)
+
+    os.environ.update(network_of(run.attempt(given.attempt), os.environ.get("SLURMD_NODENAME", "")))
+    sweep_run(run.path)
+    grace_s = run.config().grace_s
+    code = keep(lambda: guard(play, ()), launcher=os.getppid(), grace_s=grace_s)
+    sweep_run(run.path)
+    return code
+
+
+def network_of(attempt: Path, node: str) -> dict[str, str]:
+    """Return the variables of the network that was proved for `node`, such as MASTER_ADDR.
+
+    Raises LaunchError if the plan has no such node: the role would run on a guess.
+    """
+    plan = proof.read(attempt)
+    if node not in plan.nodes:
+        raise LaunchError(f"node {node!r}: not in {attempt / proof.NAME}: {', '.join(plan.nodes)}")
+    return plan.nodes[node].environment
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
