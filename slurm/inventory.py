@@ -8,14 +8,14 @@ process (`unshare -n` without a new mount of it), links come from psutil and eth
 
 from __future__ import annotations
 
-import array
-import fcntl
+import ctypes
 import ipaddress
 import os
 import socket
 import struct
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -40,7 +40,12 @@ class Address(msgspec.Struct, frozen=True, order=True):
 
     @property
     def interface(self) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
-        return ipaddress.ip_interface(f"{self.ip}/{self.prefix}")
+        return parsed(self.ip, self.prefix)
+
+
+@cache
+def parsed(ip: str, prefix: int) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
+    return ipaddress.ip_interface(f"{ip}/{prefix}")
 
 
 class Interface(msgspec.Struct, kw_only=True, frozen=True):
@@ -278,15 +283,14 @@ def kernel_links() -> list[Interface]:
 
 def driver_kind(name: str) -> str:
     """Return the kind by the driver's own name (ethtool -i); `virtual` if it has none."""
-    answer = array.array("B", struct.pack("I192x", ETHTOOL_GDRVINFO))
-    request = struct.pack("16sP8x", name.encode(), answer.buffer_info()[0])
+    answer = ctypes.create_string_buffer(struct.pack("I192x", ETHTOOL_GDRVINFO))
+    request = struct.pack("16sP16x", name.encode(), ctypes.addressof(answer))  # struct ifreq
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as handle:
-        try:
-            fcntl.ioctl(handle, SIOCETHTOOL, request)
-        except OSError:
-            return "virtual"
+        call = (handle.fileno(), ctypes.c_ulong(SIOCETHTOOL), ctypes.create_string_buffer(request))
+        if ctypes.CDLL(None, use_errno=True).ioctl(*call):
+            return "virtual"  # its driver has no name, or no driver
     # struct ethtool_drvinfo: cmd, driver[32], version[32], fw_version[32], bus_info[32], …
-    driver, bus = (_c_string(answer[at : at + 32].tobytes()) for at in (4, 100))
+    driver, bus = (_c_string(answer.raw[at : at + 32]) for at in (4, 100))
     if ":" in bus or bus.startswith(("virtio", "usb")):
         return "physical"
     return DRIVERS.get(driver, driver) or "virtual"

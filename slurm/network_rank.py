@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 import msgspec
 
 from agentrl.errors import NetworkError
-from slurm.inventory import Address, Interface, Inventory
+from slurm.inventory import Address, Interface, Inventory, parsed
 
 KINDS = ("physical", "bond", "team", "vlan", "macvlan", "ipvlan")
 """Kinds that lead off the node. A veth does too where it is the only way out: in a container."""
@@ -39,7 +39,7 @@ class Link(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def network(self) -> Network:
-        return ipaddress.ip_interface(f"{self.ip}/{self.prefix}").network
+        return parsed(self.ip, self.prefix).network
 
     @property
     def version(self) -> int:
