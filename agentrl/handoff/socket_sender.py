@@ -175,6 +175,7 @@ class SocketSender:
         try:
             while True:
                 await self._talk_once(await self._find())
+                self._check_progress()
                 await asyncio.sleep(LOOK_S)
         except _OverError:
             self._trouble = "The trainer has ended."
