@@ -50,7 +50,8 @@ def engine_devices(
     nvidia: CUDA_VISIBLE_DEVICES is the engine's share. amd: ROCR_VISIBLE_DEVICES is the share,
     and HIP counts within what ROCr left, so HIP_VISIBLE_DEVICES is 0..k-1; so is
     CUDA_VISIBLE_DEVICES, which HIP reads too. A value of the node's mask left in either would
-    point past the end. Every other mask must be taken from the environment (`foreign_masks`).
+    point past the end (Parsl#3858 "No HIP GPUs are available", laifs-container-recipes#13,
+    ROCR-Runtime#155). All other masks must leave the environment (`foreign_masks`).
 
     Ports: engine i has `ports_per_engine` from first_port + i · ports_per_engine, whoever else
     runs, none of them in the `ephemeral` range (both ends included). Without `first_port`:
