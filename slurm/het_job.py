@@ -16,7 +16,7 @@ from submitit.core import core, utils
 from agentrl.errors import QueryError
 from slurm import sbatch, states
 from slurm.files import listed
-from slurm.states import ENDED, JobState
+from slurm.states import JobState
 from slurm.task import Submission, result_path
 
 Task = tuple[str, int]
@@ -280,5 +280,5 @@ class HetSlurmJob(core.Job[Any]):
         self.watcher.register_job(self.job_id)
 
     def __del__(self) -> None:
-        if getattr(self, "_cancel_at_deletion", False) and self._slurm_state not in ENDED:
+        if getattr(self, "_cancel_at_deletion", False) and not self.done(force_check=True):
             self.cancel(check=False)
