@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -94,3 +97,38 @@ def fill_spool(
     writer = SpoolWriter(config.run_dir / "spool", 0)
     for draw in draws:
         writer.write(make_group(draw, list(rewards)))
+
+
+def run_ranks(folder: Path, work: str, size: int, *extra: str) -> None:
+    """Run `module:function(rank, size, *extra)` of this folder in `size` gloo processes."""
+    script = (
+        "import importlib, sys, torch.distributed as dist\n"
+        "store, work, rank, size, *extra = sys.argv[1:]\n"
+        "rank, size = int(rank), int(size)\n"
+        "dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank,\n"
+        "                        world_size=size)\n"
+        "module, _, name = work.partition(':')\n"
+        "getattr(importlib.import_module(module), name)(rank, size, *extra)\n"
+        "dist.destroy_process_group()\n"
+    )
+    store = folder / "ranks-store"
+    store.unlink(missing_ok=True)
+    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, str(store), work, str(rank), str(size), *extra],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        endings = [rank.communicate(timeout=240) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    for rank, (_, errors) in zip(ranks, endings, strict=True):
+        assert rank.returncode == 0, errors

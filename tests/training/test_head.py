@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from fabricate import run_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl.training.head import Shard, Tile, chosen_logprobs
+
+
+def draw(rows=7, words=23, width=5, dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, width, dtype=dtype, generator=generator)
+    weight = torch.randn(words, width, dtype=dtype, generator=generator)
+    targets = torch.randint(0, words, (rows,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def plain(hidden, weight, targets, temperature=1.0):
+    log_p = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 20),
+    words=st.integers(1, 40),
+    tile=st.builds(Tile, rows=st.integers(1, 25), words=st.integers(1, 45)),
+    temperature=st.sampled_from([0.5, 1.0, 1.7]),
+)
+def test_any_tiles_give_the_plain_answer_and_gradients(rows, words, tile, temperature):
+    given = draw(rows, words, seed=rows)
+    ups = torch.randn(2, rows, dtype=torch.float64)
+    ours = chosen_logprobs(*given, temperature=temperature, tile=tile)
+    theirs = plain(*given, temperature)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other)
+    grads = [
+        torch.autograd.grad((ups[0] * one[0] + ups[1] * one[1]).sum(), given[:2])
+        for one in (ours, theirs)
+    ]
+    for mine, other in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+def test_gradients_pass_gradcheck():
+    hidden, weight, targets = draw(4, 9, 3)
+
+    def both(hidden, weight):
+        return chosen_logprobs(hidden, weight, targets, temperature=0.7, tile=Tile(rows=3, words=4))
+
+    assert torch.autograd.gradcheck(both, (hidden, weight))
+
+
+def test_float32_is_within_1e_5_of_float64_at_a_real_vocabulary():
+    hidden, weight, targets = draw(6, 151_936, 16, torch.float32)
+    ours = chosen_logprobs(hidden, weight, targets, tile=Tile(rows=4, words=4096))
+    exact = plain(hidden.double(), weight.double(), targets)
+    for mine, other in zip(ours, exact, strict=True):  # torch's own log_softmax is off by 2.6e-5
+        torch.testing.assert_close(mine.double(), other, atol=1e-5, rtol=0)
+
+
+def test_only_the_gradients_asked_for_are_made():
+    hidden, weight, targets = draw()
+    chosen_logprobs(hidden.detach(), weight, targets)[0].sum().backward()
+    assert hidden.grad is None
+    torch.testing.assert_close(
+        weight.grad, torch.autograd.grad(plain(hidden, weight, targets)[0].sum(), weight)[0]
+    )
+
+
+def test_no_rows_give_no_numbers_and_zero_gradients():
+    hidden, weight, targets = draw(0)
+    logprobs, _ = chosen_logprobs(hidden, weight, targets)
+    logprobs.sum().backward()
+    assert logprobs.shape == (0,)
+    assert not weight.grad.any()
+
+
+def test_peak_memory_is_a_tile_not_the_logits():
+    hidden, weight, targets = draw(512, 32_768, 4, torch.float32)
+    largest = _largest_allocation(
+        lambda: (
+            chosen_logprobs(hidden, weight, targets, tile=Tile(rows=128, words=1024))[0]
+            .sum()
+            .backward()
+        )
+    )
+    assert largest <= 4 * max(128 * 1024, weight.numel()) * 2  # torch's largest single tensor
+    assert largest < 4 * 512 * 32_768 / 8
+
+
+def _largest_allocation(work):
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        work()
+    return max(event.self_cpu_memory_usage for event in seen.events())
+
+
+def test_hidden_and_weight_of_two_kinds_are_refused():
+    hidden, weight, targets = draw()
+    with pytest.raises(ValueError, match="give one dtype"):
+        chosen_logprobs(hidden.float(), weight, targets)
+
+
+def shards_agree(rank: int, size: int) -> None:
+    """Run in each of `size` gloo processes: a head cut in two gives what a whole one does."""
+    import torch.distributed as dist
+
+    hidden, weight, targets = draw(9, 22)
+    cut = 22 // size
+    mine = weight.detach()[rank * cut : (rank + 1) * cut].clone().requires_grad_()
+    shard = Shard(start=rank * cut, group=dist.group.WORLD)
+    ours = chosen_logprobs(hidden, mine, targets, tile=Tile(rows=4, words=5), shard=shard)
+    whole = plain(hidden, weight, targets)
+    ups = torch.linspace(-1, 1, 9, dtype=torch.float64)
+    found = torch.autograd.grad((ups * ours[0] + ours[1]).sum(), (hidden, mine))
+    wanted = torch.autograd.grad((ups * whole[0] + whole[1]).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, whole)
+    torch.testing.assert_close(found[0], wanted[0])
+    torch.testing.assert_close(found[1], wanted[1][rank * cut : (rank + 1) * cut])
+
+
+@pytest.mark.slow
+def test_a_head_cut_over_two_ranks_equals_a_whole_one(tmp_path):
+    run_ranks(tmp_path, "test_head:shards_agree", 2)
