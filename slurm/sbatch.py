@@ -11,7 +11,7 @@ from pathlib import Path
 
 from agentrl.errors import SubmitError
 
-LEAKS = re.compile(r"(SLURM|SBATCH|SRUN|SALLOC|PMIX|PMI|PALS)_|SLURM_?JOBID$")
+LEAKS = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|SACCT|SQUEUE|SCANCEL|SCONTROL|PMIX|PMI|PALS)_")
 KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
 """Where and who the cluster is, not what a job is."""
 OF_A_JOB = (
@@ -29,7 +29,10 @@ log = logging.getLogger(__name__)
 
 
 def scrubbed_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` without what another job, or a shell born in one, would hand on."""
+    """Return `environ` without what another job, or a shell born in one, would hand on.
+
+    Nor with a person's own defaults: SQUEUE_PARTITION, say, would hide a job that runs.
+    """
     is_inside = "SLURM_JOB_ID" in environ
     return {
         name: value

@@ -6,9 +6,9 @@ as an end; nor is silence: a job that nobody knows is left out, and its own resu
 
 from __future__ import annotations
 
-import logging
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -57,7 +57,6 @@ SQUEUE = "%i|%A|%T|%N|%P|%L|%r"
 SACCT = "JobID,JobIDRaw,State,NodeList,Partition"
 NO_ACCOUNTING = "accounting storage is disabled"
 TIMEOUT_S = 60.0
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,11 +203,9 @@ def _squeue(job_ids: Sequence[str]) -> str:
 def _sacct(job_ids: Sequence[str]) -> str:
     ids = ",".join(job_ids)
     words = ["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={ids}"]
-    try:
-        done = _ask([*words, f"--format={SACCT}"])
-    except QueryError as error:
-        log.debug("no accounting: %s", error)
+    if shutil.which("sacct") is None:
         return ""
+    done = _ask([*words, f"--format={SACCT}"])
     if done.returncode and NO_ACCOUNTING not in done.stderr.lower():
         raise QueryError(f"sacct exited {done.returncode}: {done.stderr.strip()}")
     return "" if done.returncode else done.stdout

@@ -11,6 +11,9 @@ import pytest
 from agentrl import config, config_cluster
 from agentrl.config_cluster import ClusterConfig
 from agentrl.errors import ConfigError
+from launch.cluster_run import script_of
+from launch.run_dir import RunDir
+from slurm.render import check_bash
 
 PRESETS = Path(config.__file__).parents[1] / "configs" / "clusters"
 NAMES = sorted(path.stem for path in PRESETS.glob("*.yaml"))
@@ -31,6 +34,18 @@ def test_a_preset_parses_and_says_where_its_facts_come_from(tmp_path: Path, name
     found = config.load(write(tmp_path, "{}"), [f"cluster={name}"]).cluster
     assert found.name == name
     assert found.source
+
+
+@pytest.mark.parametrize("layout", ["het", "homogeneous"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "local"])
+def test_a_preset_makes_a_script_that_bash_takes(odd_path: Path, name: str, layout: str) -> None:
+    overrides = [f"cluster={name}", f"cluster.layout={layout}", "cluster.inference.partition="]
+    found = config.load(write(odd_path, "rollout: {nodes: 3}"), overrides)
+    script = odd_path / "script.sbatch"
+    script.write_text(script_of(found, RunDir(odd_path / "run"), 1, began="started"))
+    check_bash(script)
+    heads = "".join(line for line in script.read_text().splitlines() if "#SBATCH" in line)
+    assert heads.count("hetjob") == (layout == "het")
 
 
 def test_a_file_may_name_its_cluster(tmp_path: Path) -> None:

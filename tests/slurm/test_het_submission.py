@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,12 @@ def say(fake_program: Fake, *lines: str) -> Path:
 def leave(job: HetSlurmJob, role: str, text: str) -> None:
     key = job.folder.name
     publish(result_path(job.folder, key, role, 0), text.encode())
+
+
+def test_importing_it_takes_neither_torch_nor_jinja2() -> None:
+    code = "import sys, slurm.het; print(sorted({'torch', 'jinja2', 'numpy'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_it_is_checked_before_it_is_queued(job: HetSlurmJob, tmp_path: Path) -> None:

@@ -134,6 +134,14 @@ def test_a_controller_that_is_down_says_nothing_of_a_job(fake_program: Fake) -> 
         query(["6"])
 
 
+def test_a_machine_without_sacct_has_no_accounting(
+    fake_program: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = fake_program("squeue", FORGOTTEN)
+    monkeypatch.setenv("PATH", f"{calls.parent}")
+    assert query(["6"]) == {}
+
+
 def test_a_database_that_is_down_says_nothing_of_a_job(fake_program: Fake) -> None:
     fake_program("squeue", FORGOTTEN)
     fake_program("sacct", "echo 'Problem talking to the database' >&2; exit 1")
