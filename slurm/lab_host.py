@@ -33,8 +33,8 @@ PLUGINS = "slurm-wlm-basic-plugins"
 INSTALL = ("apt-get", "install", "-y", "--no-install-recommends")
 SBIN = "/usr/local/sbin:/usr/sbin:/sbin"
 """Not on everybody's PATH, root's by `su` among them."""
-LONGEST_DIRECTORY = 80
-"""Bytes; the path of a UNIX socket below it may have 107."""
+LONGEST_DIRECTORY = 70
+"""Bytes. A socket's path, here DIR/spool/inf0/inf0_JOB.STEP, has 107: past that, jobs hang."""
 TRIAL = """\
 set -e
 hostname trial

@@ -302,7 +302,7 @@ def test_a_kernel_that_gives_no_namespaces_is_quoted(bare: Lab) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("/tmp/" + "x" * 90, "over 80 bytes"),
+        ("/tmp/" + "x" * 90, "over 70 bytes"),
         ("/tmp/it's a lab", "cannot name it"),
         ("/dev/shm/lab", "a /dev/shm of its own"),
     ],
@@ -312,6 +312,17 @@ def test_a_directory_that_slurm_cannot_use_is_refused(bare: Lab, name: str, mess
         Lab(Path(name)).up()
     assert bare.daemons.living() == {}
     assert not Path(name).exists()
+
+
+def test_the_longest_directory_still_runs_batch_jobs(bare: Lab) -> None:
+    room = lab_host.LONGEST_DIRECTORY - len(str(bare.directory.parent)) - 1
+    long = Lab(bare.directory.parent / ("x" * room))
+    try:
+        long.up(inference=11, trainer=0)
+        submit = ["sbatch", "--wait", "-w", "inf10", "--output=/dev/null", "--wrap=srun -n1 true"]
+        assert long.run(["timeout", "60", *submit]).returncode == 0
+    finally:
+        assert long.down() == []
 
 
 @pytest.mark.parametrize("counts", [(0, 0, 8), (91, 1, 8), (3, -1, 8), (3, 1, 65)])
