@@ -18,6 +18,7 @@ COMMANDS = {
     "evaluate": "attempt a split of the tasks and write pass@1 and pass@k",
     "resume": "go on with a run that was saved, stopped or killed",
     "status": "show where a run stands",
+    "watch": "show it live, until the run ends",
     "stop": "ask a run to save and end",
     "cluster": "boot and end a real small Slurm on this machine, to try and to test with",
     "audit": "prove from a run's files that every draw is accounted for",

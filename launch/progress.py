@@ -39,8 +39,17 @@ class EventTail:
                 data = file.read()
             whole = data.rfind(b"\n") + 1
             self._offsets[path] = self._offsets.get(path, 0) + whole
-            found += [event for line in data[:whole].splitlines() if (event := _decode(line))]
+            new = [event for line in data[:whole].splitlines() if (event := _decode(line))]
+            found += [_of_node(event, path) for event in new]
         return found
+
+
+def _of_node(event: events.AnyEvent, path: Path) -> events.AnyEvent:
+    """Name an engine by its node too, as 2/engine-0: each node numbers its own from 0."""
+    node = path.stem.split("-")[1:2]
+    if not node or not isinstance(event, events.EngineState | events.EngineFault):
+        return event
+    return msgspec.structs.replace(event, engine=f"{node[0]}/{event.engine}")
 
 
 def _decode(line: bytes) -> events.AnyEvent | None:

@@ -1,11 +1,13 @@
 """One role of a launch attempt on one node: `python -m launch.role ROLE RUN ATTEMPT NODE`.
 
 The batch script starts it by srun, with slurm.task.MARK in its environment. Sandboxes that an
-earlier process left on this node are removed before and after.
+earlier process left on this node are removed before and after. AGENTRL_ROLES names another module
+with `trainer_role` and `inference_role`, such as a site's own trainer; it is launch.roles if unset.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +15,6 @@ from pathlib import Path
 
 from agentrl.errors import LaunchError
 from launch.command import guard, parser
-from launch.roles import inference_role, trainer_role
 from launch.run_dir import RunDir
 from launch.sweep import sweep_run
 from slurm import proof
@@ -31,9 +32,10 @@ def main(argv: Sequence[str]) -> int:
     run = RunDir.open(given.run)
 
     def play(_: Sequence[str]) -> int:
+        roles = importlib.import_module(os.environ.get("AGENTRL_ROLES", "launch.roles"))
         if given.role == "trainer":
-            return trainer_role(str(run.path), given.attempt)
-        return inference_role(str(run.path), given.attempt, given.node)
+            return int(roles.trainer_role(str(run.path), given.attempt))
+        return int(roles.inference_role(str(run.path), given.attempt, given.node))
 
     os.environ.update(network_of(run.attempt(given.attempt), os.environ.get("SLURMD_NODENAME", "")))
     sweep_run(run.path)

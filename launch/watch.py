@@ -1,0 +1,163 @@
+"""`agentrl watch RUN`: a run's standing, live, until it ends; Ctrl-C ends only the watching.
+
+Slurm is asked once in every --every-s; the run's own files are read twice a second. Without a
+terminal a line is printed whenever something changed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from launch.command import guard, parser, say
+from launch.progress import EventTail, Standing
+from launch.run_dir import RunDir
+from launch.status import Place, ended, place_of
+from slurm import ledger
+
+FILES_EVERY_S = 0.5
+COLOURS = {"RUNNING": "green", "PENDING": "yellow", "COMPLETING": "yellow", "COMPLETED": "green"}
+ENGINE_COLOURS = {"ready": "green", "failed": "red", "stopped": "dim"}
+ATTEMPTS_SHOWN = 4
+ENGINES_SHOWN = 8
+BAR_WIDTH = 30
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show the run until nothing of it lives."""
+    arguments = parser("watch", __doc__)
+    arguments.add_argument("run", metavar="RUN", help="run directory, such as runs/demo")
+    arguments.add_argument("--every-s", type=float, default=5.0, help="between questions to Slurm")
+    given = arguments.parse_args(argv)
+    view = View(RunDir.open(given.run), every_s=given.every_s)
+    try:
+        return watch_live(view) if sys.stdout.isatty() else watch_lines(view)
+    except KeyboardInterrupt:
+        say(f"{view.run.name} goes on; `agentrl stop {view.run.path}` ends it")
+        return 0
+
+
+def watch_live(view: View) -> int:
+    with Live(view.screen(), auto_refresh=False, console=Console()) as live:
+        while view.look():
+            live.update(view.screen(), refresh=True)
+            time.sleep(FILES_EVERY_S)
+        live.update(view.screen(), refresh=True)
+    return 0
+
+
+def watch_lines(view: View) -> int:
+    told = ""
+    while True:
+        is_living = view.look()
+        if view.line() != told:
+            told = view.line()
+            say(told)
+        if not is_living:
+            return 0
+        time.sleep(FILES_EVERY_S)
+
+
+class View:
+    """What is known of a run, kept up to date by `look`."""
+
+    def __init__(self, run: RunDir, *, every_s: float = 5.0) -> None:
+        self.run = run
+        self.steps = run.config().training.steps
+        self.standing = Standing()
+        self.place = Place()
+        self.lines: list[ledger.LedgerLine] = []
+        self._tail = EventTail(run.path / "events")
+        self._every_s = every_s
+        self._ask_at = 0.0
+
+    def look(self) -> bool:
+        """Read what is new; return whether the run lives, or may live."""
+        if time.monotonic() >= self._ask_at:
+            self.place = place_of(self.run)
+            self._ask_at = time.monotonic() + self._every_s
+        self.standing.add(self._tail.read())
+        self.lines = ledger.read(self.run.path)
+        return bool(self.place.state)
+
+    @property
+    def state(self) -> str:
+        return self.place.state or ended(self.run.attempts(), self.lines)
+
+    def line(self) -> str:
+        """Return it in one line, without what changes all the time."""
+        parts = [f"{self.run.name}: {self.state}"]
+        parts += [
+            f"{role} {text.partition(',')[0]}" for role, text in self.place.components.items()
+        ]
+        engines = sum(state == "ready" for state in self.standing.engines.values())
+        parts += [f"step {self.standing.step}/{self.steps}", f"{engines} engines ready"]
+        parts += [f"checkpoint {self.run.checkpoint_step()}", f"{self.standing.faults} faults"]
+        return " · ".join(parts)
+
+    def screen(self) -> Panel:
+        """Return it as a panel as wide as the terminal is now."""
+        head = f"{self.state}   job {self.place.job}" if self.place.job else self.state
+        body = Group(self._components(), self._numbers(), self._engines(), self._attempts())
+        return Panel(body, title=f"run {self.run.path}", title_align="left", subtitle=head)
+
+    def _components(self) -> Table:
+        rows = _rows()
+        for role, text in self.place.components.items():
+            word = text.split()[0].rstrip(",")
+            rows.add_row(role, Text(text, style=COLOURS.get(word, "red")))
+        return rows
+
+    def _numbers(self) -> Table:
+        rows, standing = _rows(), self.standing
+        bar = ProgressBar(total=self.steps, completed=standing.step, width=BAR_WIDTH)
+        count = Table.grid(padding=(0, 1))
+        count.add_row(bar, f"{standing.step}/{self.steps}")
+        rows.add_row("step", count)
+        rows.add_row("version", str(standing.version) if standing.version >= 0 else "none yet")
+        rows.add_row("checkpoint", f"step {self.run.checkpoint_step()}")
+        rate = f"{standing.trajectories_per_hour():.0f} an hour, {standing.trajectories} in all"
+        rows.add_row("trajectories", rate)
+        if standing.reward is not None:
+            rows.add_row("reward", f"{standing.reward:.3f}")
+        if (share := standing.waiting_share()) is not None:
+            rows.add_row("trainer waits", f"{share:.0%} of its time")
+        last = f", the last: {standing.last_fault}" if standing.last_fault else ""
+        style = "red" if standing.faults else ""
+        rows.add_row("engine faults", Text(f"{standing.faults}{last}", style=style))
+        return rows
+
+    def _engines(self) -> Table:
+        rows = _rows()
+        engines = sorted(self.standing.engines.items())
+        for name, state in engines[:ENGINES_SHOWN]:
+            rows.add_row(name, Text(state, style=ENGINE_COLOURS.get(state, "yellow")))
+        if len(engines) > ENGINES_SHOWN:
+            rows.add_row("", f"and {len(engines) - ENGINES_SHOWN} more")
+        return rows
+
+    def _attempts(self) -> Table:
+        rows = _rows()
+        for one in self.lines[-ATTEMPTS_SHOWN:]:
+            text = f"steps {one.step_begin} to {one.step_end}, {one.action}: {one.ended}"
+            rows.add_row(f"attempt {one.attempt}", Text(text, overflow="ellipsis", no_wrap=True))
+        return rows
+
+
+def _rows() -> Table:
+    rows = Table.grid(padding=(0, 2), expand=True)
+    rows.add_column(width=14, no_wrap=True)
+    rows.add_column(ratio=1)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

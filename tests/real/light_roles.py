@@ -1,0 +1,97 @@
+"""Roles that take no time: the launching, the signals and the requeues around them are real.
+
+Their run directory says how they fail: a file FAULTS/ROLE-NODE holds an exit code, or `kill`; the
+role meets it at step AT (the file's second word) and, unless a third word says `always`, once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from agentrl.config import RunConfig
+from agentrl.events import EventWriter, Step, now
+from launch.roles import play
+from launch.run_dir import RunDir
+from launch.signals import StopFlag
+
+STEP_S = 0.5
+LIMIT_S = 600.0
+
+
+def trainer_role(run_dir: str, attempt: int) -> int:
+    """Take steps of half a second; checkpoint every `training.checkpoint_every`, and when asked."""
+
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        run = RunDir(Path(run_dir))
+        (run.path / f"done-{attempt}").unlink(missing_ok=True)
+        for step in range(run.checkpoint_step() + 1, config.training.steps + 1):
+            fail(run.path, "trainer-0", step)
+            if pause(stop, STEP_S):
+                save(run, step - 1)
+                return 75
+            events.write(a_step(step))
+            if step % config.training.checkpoint_every == 0:
+                save(run, step)
+        save(run, config.training.steps)
+        (run.path / f"done-{attempt}").touch()
+        return 0
+
+    return play("trainer", 0, Path(run_dir), attempt, body)
+
+
+def inference_role(run_dir: str, attempt: int, node: int) -> int:
+    """Do nothing until the trainer is done or the end is asked for."""
+
+    def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        end = time.monotonic() + LIMIT_S
+        while time.monotonic() < end:
+            fail(Path(run_dir), f"inference-{node}", RunDir(Path(run_dir)).checkpoint_step())
+            if pause(stop, STEP_S / 2):
+                return 75
+            if (Path(run_dir) / f"done-{attempt}").exists():
+                return 0
+        raise TimeoutError("the trainer never ended")
+
+    return play("inference", node, Path(run_dir), attempt, body)
+
+
+def pause(stop: StopFlag, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not stop():
+        time.sleep(0.02)
+    return stop()
+
+
+def save(run: RunDir, step: int) -> None:
+    if step:
+        (run.path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
+
+
+def fail(run: Path, task: str, step: int) -> None:
+    path = run / "FAULTS" / task
+    if not path.is_file():
+        return
+    how, at, *rest = path.read_text().split()
+    if step < int(at):
+        return
+    if "always" not in rest:
+        path.unlink()
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(int(how))
+
+
+def a_step(step: int) -> Step:
+    return Step(
+        step=step,
+        version=step,
+        wait_s=STEP_S,
+        logprob_s=0,
+        update_s=0,
+        publish_s=0,
+        start=now() - STEP_S,
+        end=now(),
+    )
