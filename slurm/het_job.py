@@ -139,6 +139,8 @@ class HetSlurmJob(core.Job[Any]):
     def requeue(self) -> None:
         """Put the whole job back into the queue; its functions are called anew."""
         sbatch.requeue(self.job_id)
+        for task in self.tasks:
+            self._result_path(*task).unlink(missing_ok=True)
         self.watcher.clear()
         self.watcher.register_job(self.job_id)
 

@@ -97,6 +97,24 @@ def test_a_dry_run_writes_and_asks_nothing(executor: HetSlurmExecutor, fake_prog
     assert not executor.folder.exists()
 
 
+def test_a_percent_sign_in_the_folder_is_no_pattern(tmp_path: Path) -> None:
+    text = HetSlurmExecutor(tmp_path / "100% %j").script(PAIR)
+    assert "/100%% %%j/het-" in next(line for line in text.splitlines() if "--output" in line)
+    assert "/100% %j/het-" in next(line for line in text.splitlines() if "folder=" in line)
+
+
+def test_a_requeued_job_has_no_results_of_its_earlier_life(
+    job: HetSlurmJob, fake_program: Fake
+) -> None:
+    say(fake_program, "6+0|6|PENDING||p|1|BeginTime", "6+1|7|PENDING||p|1|BeginTime")
+    calls = fake_program("scontrol", "true")
+    leave(job, "trainer", '["success", 3]')
+    leave(job, "inference", '["success", "n0"]')
+    job.requeue()
+    assert calls.read_text().splitlines() == ["scontrol", "requeue", "6"]
+    assert not job.done(force_check=True)
+
+
 def test_parameters_are_for_all_roles_or_by_role(executor: HetSlurmExecutor) -> None:
     executor.update_parameters(cpus_per_task=4, nodes={"inference": 3}, layout="homogeneous")
     executor.update_parameters(environment={"B": "2", "A": "1"}, extra=["--exclusive"])
