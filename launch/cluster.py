@@ -208,7 +208,7 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     for node in found["nodes"]:
         off = "" if node["is_on"] else ", switched off"
         yield f"  {node['name']:<7}{node['kind']:<11}{node['address']:<15}{node['state']}{off}"
-    yield from (f"  job {job}" for job in found["jobs"] or ["queue is empty"])
+    yield from (f"  job {job}" for job in found["jobs"])
     yield from (f"  {name} has died; see its log" for name in found["ended"])
 
 

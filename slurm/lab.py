@@ -73,8 +73,9 @@ class Lab:
         lab_host.check_kernel()
         with claim(self.directory / "booting"):
             if living := self.daemons.living():
+                names = ", ".join(sorted({name.partition(".")[0] for name in living}))
                 raise ClusterError(
-                    f"a cluster is up in {self.directory} ({', '.join(sorted(living))}); "
+                    f"a cluster is up in {self.directory} ({names}); "
                     "take it down first, or give another --dir"
                 )
             try:
@@ -97,10 +98,12 @@ class Lab:
 
     def kill_node(self, name: str) -> None:
         """Cut the power of a node: all that runs there dies at once."""
+        self.login.enter()  # says so where the cluster is down
         self.daemons.kill(self._node(name).name)
 
     def start_node(self, name: str) -> None:
         """Boot a node that was killed; return when Slurm may use it again."""
+        self.login.enter()
         node = self._node(name)
         if name in self.daemons.living():
             raise ClusterError(f"{name} is running; agentrl cluster kill-node {name} cuts it off")

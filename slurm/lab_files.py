@@ -167,7 +167,7 @@ SHIM = """\
 is_up() {{
     read -r stat 2>/dev/null </proc/{pid}/stat || return 1
     set -f -- $stat
-    [ "${{22}}" = {started} ]
+    [ "${{22}}" = {started} ] && [ "$3" != Z ]
 }}
 if ! is_up; then
     echo {down} >&2

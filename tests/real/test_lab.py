@@ -275,6 +275,24 @@ def test_missing_packages_are_named_with_the_line_that_installs_them(
         lab_host.check_packages(accounting=False)
 
 
+def test_what_is_missing_is_installed_with_lists_fetched_where_there_were_none(
+    bare: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert bare.daemons.living() == {}
+    program(
+        tmp_path / "bin",
+        "apt-get",
+        f"""cd {tmp_path}; echo "$@" >>said
+        [ "$1" = update ] && exit 0
+        /usr/bin/grep -q update said || exit 100
+        cd bin; for name in sbatch unshare nsenter mount; do /usr/bin/ln -s apt-get $name; done""",
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    assert lab_host.install(accounting=False) == ["mount", "slurm-client", "util-linux"]
+    install = "install -y --no-install-recommends mount slurm-client util-linux"
+    assert (tmp_path / "said").read_text().splitlines() == [install, "update", install]
+
+
 def test_a_kernel_that_gives_no_namespaces_is_quoted(bare: Lab) -> None:
     limit = "echo 0 >/proc/sys/user/max_net_namespaces"
     command = [*CLI, "up", "--dir", str(bare.directory)]
@@ -350,4 +368,5 @@ def test_the_commands_boot_show_steer_and_end_a_cluster(bare: Lab) -> None:
     assert agentrl("start-node", *where, "inf0").returncode == 0
     done = agentrl("down", *where)
     assert (done.returncode, "logs are in" in done.stdout) == (0, True)
-    assert (agentrl("status", *where).returncode, agentrl("env", *where).returncode) == (1, 1)
+    for words in (("status",), ("env",), ("exec", "true"), ("kill-node", "inf0")):
+        assert agentrl(words[0], *where, *words[1:]).returncode == 1
