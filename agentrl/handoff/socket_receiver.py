@@ -133,7 +133,6 @@ class SocketReceiver:
             log.exception("no more groups are taken")
             self._failure = error
         finally:
-            self._stopped.close(linger=0)
             self._door.close()
 
     def _take(self, frames: list[bytes]) -> None:

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from socket_toys import receiver, send
 
 from agentrl.engine.base import VersionSpan
 from agentrl.errors import RecordError
@@ -43,9 +44,24 @@ def group(draw=42, attempts=3, **changes):
     return Group(draw=draw, task_id="task'1", trajectories=rows, **changes)
 
 
+@pytest.fixture(params=["files", "socket"])
+def hand_on(request, odd_path):
+    """Brings a group of node 3 into the spool by either transport; returns its file."""
+    if request.param == "files":
+        yield SpoolWriter(odd_path / "spool", 3).write
+        return
+
+    def by_socket(made):
+        send(odd_path, made)
+        return list_spool(odd_path / "spool")[made.draw]
+
+    with receiver(odd_path):
+        yield by_socket
+
+
 @pytest.fixture
-def written(tmp_path):
-    return SpoolWriter(tmp_path / "sp ool", 3).write(group())
+def written(hand_on):
+    return hand_on(group())
 
 
 def test_a_group_comes_back_as_it_was_written(written):
@@ -53,19 +69,19 @@ def test_a_group_comes_back_as_it_was_written(written):
     assert read_group(written) == group()
 
 
-def test_a_trajectory_without_reward_or_tokens_comes_back(tmp_path):
+def test_a_trajectory_without_reward_or_tokens_comes_back(hand_on):
     lost = trajectory(
         tokens=(), logprobs=(), loss_mask=(), versions=(), reward=None, cause="infra", seconds={}
     )
     made = Group(draw=42, task_id="task'1", trajectories=(lost, lost), dropped="0 of 2 graded")
-    found = read_group(SpoolWriter(tmp_path, 0).write(made))
+    found = read_group(hand_on(made))
     assert found == made
     assert found.trajectories[0].reward is None
 
 
-def test_a_group_may_be_empty(tmp_path):
+def test_a_group_may_be_empty(hand_on):
     made = Group(draw=1, task_id="t", trajectories=(), dropped="nothing started")
-    assert read_group(SpoolWriter(tmp_path, 0).write(made)) == made
+    assert read_group(hand_on(made)) == made
 
 
 token_rows = st.lists(st.integers(0, 2**31 - 1), max_size=40)
@@ -142,10 +158,10 @@ def test_a_file_under_another_draws_name_is_refused(written):
         read_group(other)
 
 
-def test_rows_of_another_draw_are_refused(tmp_path):
+def test_rows_of_another_draw_are_refused(hand_on):
     mixed = Group(draw=42, task_id="t", trajectories=(trajectory(41),))
     with pytest.raises(RecordError, match="holds a row of draw 41"):
-        read_group(SpoolWriter(tmp_path, 0).write(mixed))
+        read_group(hand_on(mixed))
 
 
 def test_the_listing_finds_all_nodes_in_the_order_of_draws_and_nothing_else(tmp_path):

@@ -11,6 +11,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import RecordError, TooManyInfraFailures, WaitTimeout
 from agentrl.events import NoEvents
 from agentrl.handoff.socket_receiver import SocketReceiver
+from agentrl.handoff.socket_sender import SocketSender
 from agentrl.handoff.spool import SpoolWriter, delete, list_spool, read_group
 from agentrl.handoff.trajectory import Group
 from agentrl.rollout.draws import DrawSet, shard
@@ -66,6 +67,29 @@ def handoff(request):
     return request.param
 
 
+def worker_of(run_dir, made, sender, stop=lambda: False):
+    return Worker(
+        shop=made,
+        tasks=[task(number) for number in range(10)],
+        draws=shard(node=0, nodes=1, worker=0, workers=1),
+        spool=run_dir / "spool",
+        sender=sender,
+        view=TrainerView(run_dir / "weights", attempt=1),
+        stop=stop,
+    )
+
+
+def receiver_of(run_dir):
+    return SocketReceiver(
+        spool=run_dir / "spool",
+        attempt_dir=run_dir / "attempts" / "0001",
+        run=run_dir.name,
+        attempt=1,
+        consumed=(),
+        events=NoEvents(),
+    )
+
+
 @pytest.fixture
 def work(handoff, tmp_path):
     """Runs a worker of node 0 by either transport; the trainer's end of it is open meanwhile."""
@@ -74,25 +98,9 @@ def work(handoff, tmp_path):
         settings = dataclasses.replace(settings or config(), handoff=handoff)
         made = shop(settings, **parts)
         async with open_sender(settings, tmp_path, node=0, attempt=1, events=made.events) as sender:
-            return await Worker(
-                shop=made,
-                tasks=[task(number) for number in range(10)],
-                draws=shard(node=0, nodes=1, worker=0, workers=1),
-                spool=tmp_path / "spool",
-                sender=sender,
-                view=TrainerView(tmp_path / "weights", attempt=1),
-                stop=stop,
-            ).run()
+            return await worker_of(tmp_path, made, sender, stop).run()
 
-    end = SocketReceiver(
-        spool=tmp_path / "spool",
-        attempt_dir=tmp_path / "attempts" / "0001",
-        run=tmp_path.name,
-        attempt=1,
-        consumed=(),
-        events=NoEvents(),
-    )
-    with end if handoff == "socket" else contextlib.nullcontext():
+    with receiver_of(tmp_path) if handoff == "socket" else contextlib.nullcontext():
         yield run
 
 
@@ -177,6 +185,35 @@ def test_too_many_failures_of_ours_end_the_worker_with_the_table(tmp_path, work)
     with pytest.raises(TooManyInfraFailures, match=r"sandbox_start +10 +100%  .*no room"):
         asyncio.run(work(settings=settings, provider=ToyProvider(fails=1.0)))
     assert trainer.consumed.count == 0
+
+
+def test_a_worker_starts_no_draw_while_its_groups_wait_for_the_trainer(tmp_path):
+    trainer, made = Trainer(tmp_path), shop(config())
+    end = SocketSender(
+        attempt_dir=tmp_path / "attempts" / "0001",
+        run=tmp_path.name,
+        attempt=1,
+        node=0,
+        events=NoEvents(),
+        limit_s=60.0,
+        flush_s=0.0,
+        high_water=3,
+    )
+
+    async def run():
+        async with end:
+            running = asyncio.create_task(worker_of(tmp_path, made, end).run())
+            await until(lambda: end.waiting == [0, 1, 2, 3])
+            trainer.consumed = DrawSet(range(4))  # so that staleness would allow more
+            trainer.announce()
+            await asyncio.sleep(0.5)  # it would go on, if it were to
+            assert end.waiting == [0, 1, 2, 3]
+            with receiver_of(tmp_path):
+                await until(lambda: list(list_spool(tmp_path / "spool")) == list(range(8)))
+                trainer.announce(done=True)
+                return await running
+
+    assert asyncio.run(run()) == 0
 
 
 @pytest.mark.parametrize("handoff", ["files"])
