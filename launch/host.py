@@ -34,6 +34,7 @@ OVER = "over"
 """Answer of `begin` when there is nothing left to do, as for the rest of a chain."""
 NETWORK = "network"
 """The proof of the network, as a role: it ends before the others start."""
+NETWORK_ERROR_BYTES = 2000
 RECORD_WAIT_S = 5.0
 """How long another node's exit record may take to show on this one."""
 
@@ -219,21 +220,27 @@ def _ended(run: RunDir, attempt: int, task: tuple[str, int], code: int) -> ExitR
         time.sleep(0.1)
         found = exit_record.read(folder, role, node)
     if found is None:
-        found = _made_up(run, role, node, code)
+        found = _made_up(run, attempt, task, code)
         exit_record.write(folder, found)
     return found
 
 
-def _made_up(run: RunDir, role: str, node: int, code: int) -> ExitRecord:
-    started = time.time()
+def _made_up(run: RunDir, attempt: int, task: tuple[str, int], code: int) -> ExitRecord:
+    role, node = task
+    started = _float(launcher_of(run, attempt).get("started"))
     found = exit_record.synthesise(role, node, code, step=run.checkpoint_step(), started=started)
     if role != NETWORK:
         return found
     return msgspec.structs.replace(
         found,
         cause="usage" if run.config().cluster.interface_pin else "launch",
-        message=f"the network was not proved (exit {code}); logs/network.err says why",
+        message=f"the network was not proved: {_network_error(run.attempt(attempt))}",
     )
+
+
+def _network_error(folder: Path) -> str:
+    path = folder / "logs" / "network.err"
+    return path.read_text(errors="replace")[-NETWORK_ERROR_BYTES:].strip() or f"see {path}"
 
 
 def _close(run: RunDir, attempt: int, verdict: Verdict, situation: Situation) -> None:
