@@ -3,6 +3,7 @@
 # Makes VENV with PYTHON (3.11 to 3.13) and installs the project into it, with EXTRAS such as `dev`. As root on Debian it also
 # installs the system packages that are missing; otherwise it names them. Running it again is cheap.
 set -eu
+PATH=$PATH:/usr/sbin:/sbin  # where Debian has daemons
 
 PYTHON=${1:?usage: sh configs/install.sh PYTHON VENV [EXTRAS]}
 VENV=${2:?usage: sh configs/install.sh PYTHON VENV [EXTRAS]}
@@ -33,22 +34,53 @@ missing() {
     fi
 }
 
+# Prints the Debian packages that the tests alone need and that are missing: a real small Slurm
+# (with accounting), and a browser that looks at the report. Without them those tests are skipped.
+missing_for_tests() {
+    command -v slurmctld >/dev/null 2>&1 || printf ' slurmctld'
+    command -v slurmd >/dev/null 2>&1 || printf ' slurmd slurm-wlm-basic-plugins'
+    command -v sbatch >/dev/null 2>&1 || printf ' slurm-client'
+    command -v munged >/dev/null 2>&1 || printf ' munge'
+    command -v ip >/dev/null 2>&1 || printf ' iproute2'
+    command -v slurmdbd >/dev/null 2>&1 || printf ' slurmdbd'
+    command -v mariadbd >/dev/null 2>&1 || printf ' mariadb-server'
+    command -v chromium >/dev/null 2>&1 || printf ' chromium'
+}
+
+is_root_on_debian() {
+    [ "$(id -u)" -eq 0 ] && [ -e /etc/debian_version ] && command -v apt-get >/dev/null 2>&1
+}
+
+install_packages() {
+    say "installing $* with apt-get"
+    # packages start their services; the tests run daemons of their own
+    RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+        apt-get install -qq -y --no-install-recommends "$@" >"$LOG" 2>&1 || {
+        quietly apt-get update -qq
+        quietly env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+            apt-get install -qq -y --no-install-recommends "$@"
+    }
+}
+
 provide_packages() {
     wanted=$(missing)
-    [ -n "$wanted" ] || return 0
-    if [ "$(id -u)" -eq 0 ] && [ -e /etc/debian_version ] && command -v apt-get >/dev/null 2>&1; then
-        say "installing$wanted with apt-get"
+    if [ -n "$wanted" ] && is_root_on_debian; then
         # shellcheck disable=SC2086  # a list of package names
-        DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends $wanted \
-            >"$LOG" 2>&1 || {
-            quietly apt-get update -qq
-            # shellcheck disable=SC2086
-            quietly env DEBIAN_FRONTEND=noninteractive \
-                apt-get install -qq -y --no-install-recommends $wanted
-        }
+        install_packages $wanted
         wanted=$(missing)
     fi
     [ -z "$wanted" ] || fail "missing:$wanted. On Debian: sudo apt-get install$wanted; then again"
+}
+
+provide_for_tests() {
+    wanted=$(missing_for_tests)
+    [ -n "$wanted" ] || return 0
+    if is_root_on_debian; then
+        # shellcheck disable=SC2086
+        install_packages $wanted
+    else
+        say "some tests will be skipped. They need:$wanted, and root"
+    fi
 }
 
 check_python() {
@@ -78,6 +110,7 @@ install_project() {
 }
 
 provide_packages
+[ "$EXTRAS" != dev ] || provide_for_tests
 check_python
 make_venv
 install_project

@@ -82,3 +82,31 @@ def test_an_installed_environment_is_kept_and_used(machine: Path) -> None:
         assert done.returncode == 0, done.stderr
     said = (machine / "said").read_text().splitlines()
     assert [line.rpartition(" ")[2] for line in said] == [str(ROOT), f"{ROOT}[dev]"]
+
+
+def test_what_only_tests_need_is_named_and_not_demanded(machine: Path) -> None:
+    venv = machine / "the venv" / "bin"
+    venv.mkdir(parents=True)
+    program(machine, "python3", 'case "$*" in *print*) echo 3.12;; esac')
+    program(venv, "python", "exit 0")
+    program(venv, "agentrl", "exit 0")
+    plain, dev = (install(machine, "python3", venv.parent, *extras) for extras in ((), ("dev",)))
+    assert (plain.returncode, dev.returncode) == (0, 0)
+    assert "some tests will be skipped. They need:" in dev.stdout
+    assert " slurm-client" in dev.stdout
+    assert "skipped" not in plain.stdout
+
+
+def test_root_on_debian_installs_what_the_tests_need(machine: Path) -> None:
+    if not Path("/etc/debian_version").exists():
+        pytest.skip("not on Debian, where alone packages are installed")
+    venv = machine / "the venv" / "bin"
+    venv.mkdir(parents=True)
+    program(machine, "id", "echo 0")
+    program(machine, "python3", 'case "$*" in *print*) echo 3.12;; esac')
+    program(machine, "apt-get", f'echo "$@" >>"{machine}/asked"')
+    program(venv, "python", "exit 0")
+    program(venv, "agentrl", "exit 0")
+    done = install(machine, "python3", venv.parent, "dev")
+    assert done.returncode == 0, done.stderr
+    assert "slurm-client" in (machine / "asked").read_text()
