@@ -3,14 +3,15 @@
 Logits exist one tile (rows × words) at a time. Forward keeps running sums over the words (online
 softmax, arXiv:1805.02867); backward computes each tile again from the saved log-sum-exp, turns it
 into its gradient and multiplies it away: four products of [rows, words, hidden] in all instead of
-three, and no [rows, vocabulary] anywhere. Plain torch, so ROCm and CUDA run the same code; on a GPU
-the arithmetic between the products is compiled.
+three, and no [rows, vocabulary] anywhere. The products are torch's, on CUDA and ROCm alike; on a
+GPU the arithmetic between them is Triton's (head_kernels), checked against the functions here.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,14 +22,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """Rows and words whose logits are in memory at once."""
+    """How much is in memory at once. The defaults need 0.4 GiB beside the gradients themselves."""
 
-    rows: int = 16_384
-    words: int = 3_072
+    rows: int = 8192
+    """Rows whose logits are made by one product."""
+    logits: int = 2**25
+    """Logits made by one product, numbers; float32 where the device can write it."""
+    slopes: int = 7 * 2**23
+    """Backward: the loss's gradient by the logits of all rows and some words, numbers."""
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or self.words < 1:
-            raise ValueError(f"{self}: both sides of a tile must be 1 or more")
+        if min(self.rows, self.logits, self.slopes) < 1:
+            raise ValueError(f"{self}: each must be 1 or more")
+
+    def words(self, rows: int, *, is_backward: bool) -> int:
+        """Return how many words to take at once with so many rows, whole 128s where it can be."""
+        fitting = self.logits // min(self.rows, rows)
+        if is_backward:
+            fitting = min(fitting, self.slopes // rows)
+        return max(1, fitting if fitting < 128 else fitting // 128 * 128)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +91,9 @@ class _Head(torch.autograd.Function):
         tile: Tile,
         shard: Shard | None,
     ) -> tuple[Tensor, Tensor]:
-        sums = _sums(hidden, weight, targets - (shard.start if shard else 0), scale, tile)
+        if shard:
+            targets = targets - shard.start
+        sums = _sums(hidden, weight, targets, scale, tile)
         if shard:
             sums = _over_shards(sums, shard.group)
         top, total, weighted, chosen = sums
@@ -96,9 +110,9 @@ class _Head(torch.autograd.Function):
         up_logprob, up_entropy = upstream
         if up_logprob is None:
             up_logprob = torch.zeros_like(log_total)
-        rows = [targets - (ctx.shard.start if ctx.shard else 0), log_total, up_logprob]
-        rows += [] if up_entropy is None else [entropy, up_entropy]
-        grads = _gradients(ctx, hidden, weight, rows)
+        known = [targets, log_total, up_logprob]
+        known += [] if up_entropy is None else [entropy, up_entropy]
+        grads = _gradients(ctx, hidden, weight, known)
         return *grads, None, None, None, None
 
 
@@ -107,42 +121,32 @@ Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def _sums(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, tile: Tile) -> Sums:
-    add = _kernel(_add_tile, hidden.device.type)
-    wide = _wide(hidden)
-    top = torch.full((len(hidden),), -torch.inf, dtype=wide, device=hidden.device)
-    zeros = torch.zeros_like(top)
-    sums = (top, zeros, zeros.clone(), zeros.clone())
-    for words, rows in _tiles(len(hidden), len(weight), tile):
-        logits = _product(hidden[rows], weight[words])
-        before = [part[rows] for part in sums]
-        after = add(logits, targets[rows] - words.start, scale, *before)
-        for part, new in zip(before, after, strict=True):
-            part.copy_(new)
+    add, _ = _arithmetic(hidden.device.type)
+    top = torch.full((len(hidden),), -torch.inf, dtype=_wide(hidden), device=hidden.device)
+    sums = (top, torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top))
+    for words in _spans(len(weight), tile.words(len(hidden), is_backward=False)):
+        for rows in _spans(len(hidden), tile.rows):
+            logits = _product(hidden[rows], weight[words])
+            add(logits, targets[rows], words.start, scale, [part[rows] for part in sums])
     return sums
 
 
-def _add_tile(
-    logits: Tensor,
-    targets: Tensor,
-    scale: float,
-    top: Tensor,
-    total: Tensor,
-    weighted: Tensor,
-    chosen: Tensor,
-) -> Sums:
+def add_tile(
+    logits: Tensor, targets: Tensor, start: int, scale: float, sums: Sequence[Tensor]
+) -> None:
+    """Take the logits of words `start` … into the running sums, in place."""
+    top, total, weighted, chosen = sums
     scaled = logits.to(top.dtype) * scale
     new_top = torch.maximum(top, scaled.amax(-1))
     shares = torch.exp(scaled - new_top[:, None])
     shrink = torch.exp(top - new_top)
-    is_here = (targets >= 0) & (targets < logits.shape[1])
-    place = targets.clamp(0, logits.shape[1] - 1)[:, None]
-    here = logits.gather(1, place).squeeze(1).to(top.dtype) * scale
-    return (
-        new_top,
-        total * shrink + shares.sum(-1),
-        weighted * shrink + (shares * scaled).sum(-1),
-        chosen + torch.where(is_here, here, torch.zeros_like(here)),
-    )
+    place = targets - start
+    is_here = (place >= 0) & (place < logits.shape[1])
+    here = scaled.gather(1, place.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    top.copy_(new_top)
+    total.mul_(shrink).add_(shares.sum(-1))
+    weighted.mul_(shrink).add_((shares * scaled).sum(-1))
+    chosen.add_(torch.where(is_here, here, torch.zeros_like(here)))
 
 
 def _over_shards(sums: Sums, group: dist.ProcessGroup) -> Sums:
@@ -157,67 +161,54 @@ def _over_shards(sums: Sums, group: dist.ProcessGroup) -> Sums:
 
 
 def _gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, rows: list[Tensor]
+    ctx: Any, hidden: Tensor, weight: Tensor, known: Sequence[Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of hidden and weight; rows: what `_tile_gradient` needs of each row."""
+    """Return the gradients of hidden and weight; known: what `write_slope` needs of each row."""
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    wide = _wide(hidden)
-    hidden_grad = torch.zeros(hidden.shape, dtype=wide, device=hidden.device)
+    tile, (count, width) = ctx.tile, hidden.shape
+    hidden_grad = torch.zeros(count, width, dtype=_wide(hidden), device=hidden.device)
     weight_grad = torch.empty_like(weight) if needs_weight else None
-    gradient = _kernel(_tile_gradient, hidden.device.type)
-    part: Tensor | None = None
-    for words, span in _tiles(len(hidden), len(weight), ctx.tile):
-        logits = _product(hidden[span], weight[words])
-        there, *others = (row[span] for row in rows)
-        slope = gradient(logits, there - words.start, ctx.scale, hidden.dtype, *others)
-        del logits
+    _, write_slope = _arithmetic(hidden.device.type)
+    at_once = tile.words(count, is_backward=True)
+    room = hidden.new_empty(count * min(at_once, len(weight)))
+    for words in _spans(len(weight), at_once):
+        number = words.stop - words.start
+        slope = room[: count * number].view(count, number)
+        for rows in _spans(count, tile.rows):
+            logits = _product(hidden[rows], weight[words])
+            write_slope(logits, words.start, ctx.scale, [row[rows] for row in known], slope[rows])
+            del logits
         if needs_hidden:
-            _add_product(hidden_grad[span], slope, weight[words])
+            _add_product(hidden_grad, slope, weight[words])
         if weight_grad is not None:
-            if len(hidden) <= ctx.tile.rows:
-                torch.mm(slope.T, hidden, out=weight_grad[words])
-                continue
-            if part is None or span.start == 0:
-                part = torch.zeros(
-                    (words.stop - words.start, hidden.shape[1]), dtype=wide, device=hidden.device
-                )
-            _add_product(part, slope.T, hidden[span])
-            if span.stop == len(hidden):
-                weight_grad[words] = part.to(weight.dtype)
+            torch.mm(slope.T, hidden, out=weight_grad[words])
     if needs_hidden and ctx.shard:
         dist.all_reduce(hidden_grad, group=ctx.shard.group)
+    del room, slope
     return hidden_grad.to(hidden.dtype) if needs_hidden else None, weight_grad
 
 
-def _tile_gradient(
-    logits: Tensor,
-    targets: Tensor,
-    scale: float,
-    dtype: torch.dtype,
-    log_total: Tensor,
-    up_logprob: Tensor,
-    entropy: Tensor | None = None,
-    up_entropy: Tensor | None = None,
-) -> Tensor:
-    """Return dL/dlogits of one tile: u·(1[target] − p) − v·p·(log p + entropy), times the scale."""
+def write_slope(
+    logits: Tensor, start: int, scale: float, known: Sequence[Tensor], out: Tensor
+) -> None:
+    """Write dL/dlogits of one tile: u·(1[target] − p) − v·p·(log p + entropy), times the scale.
+
+    known, of each row: target, log-sum-exp, u = dL/dlogprob; then perhaps entropy, v = dL/dentropy.
+    """
+    targets, log_total, up_logprob, *entropies = known
     log_p = logits.to(log_total.dtype) * scale - log_total[:, None]
     chance = torch.exp(log_p)
     slope = -up_logprob[:, None] * chance
-    if entropy is not None and up_entropy is not None:
+    if entropies:
+        entropy, up_entropy = entropies
         slope = slope - up_entropy[:, None] * chance * (log_p + entropy[:, None])
-    words = torch.arange(logits.shape[1], device=logits.device)
+    words = torch.arange(start, start + logits.shape[1], device=logits.device)
     slope = torch.where(words == targets[:, None], slope + up_logprob[:, None], slope)
-    return (slope * scale).to(dtype)
+    out.copy_(slope * scale)
 
 
-def _tiles(rows: int, words: int, tile: Tile) -> Iterator[tuple[slice, slice]]:
-    """Yield (words, rows) of every tile, all rows of the same words together."""
-    for word in range(0, words, tile.words):
-        for row in range(0, rows, tile.rows):
-            yield (
-                slice(word, min(word + tile.words, words)),
-                slice(row, min(row + tile.rows, rows)),
-            )
+def _spans(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -234,6 +225,8 @@ def _product(rows: Tensor, words: Tensor) -> Tensor:
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if total.dtype == left.dtype:
         total.addmm_(left, right)
+    elif left.dtype == torch.bfloat16 and _writes_float32(left.device.type):
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.add_(left @ right)
 
@@ -243,12 +236,18 @@ def _writes_float32(device: str) -> bool:
     """Try it: torch before 2.8, CPUs and some builds refuse a wider result than the inputs."""
     tiny = torch.ones((16, 16), dtype=torch.bfloat16, device=device)
     try:
-        torch.mm(tiny, tiny, out_dtype=torch.float32)
+        wide = torch.mm(tiny, tiny, out_dtype=torch.float32)
+        torch.addmm(wide, tiny, tiny, out_dtype=torch.float32, out=wide)
     except (TypeError, RuntimeError, NotImplementedError):
         return False
     return True
 
 
 @functools.cache
-def _kernel(function: Callable[..., Any], device: str) -> Callable[..., Any]:
-    return function if device == "cpu" else torch.compile(function, dynamic=True)
+def _arithmetic(device: str) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return (add_tile, write_slope) for a kind of device: Triton's where torch brings it."""
+    if device == "cpu" or importlib.util.find_spec("triton") is None:
+        return add_tile, write_slope
+    from agentrl.training import head_kernels
+
+    return head_kernels.add_tile, head_kernels.write_slope

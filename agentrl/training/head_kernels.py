@@ -1,0 +1,121 @@
+"""The head's arithmetic on a GPU, CUDA or ROCm: one pass over a tile where torch takes several.
+
+Each function does what its namesake in `head` does; tests hold them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton  # type: ignore[import-not-found, unused-ignore]  # comes with torch's GPU builds only
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor
+
+
+def add_tile(
+    logits: Tensor, targets: Tensor, start: int, scale: float, sums: Sequence[Tensor]
+) -> None:
+    """Take the logits of words `start` … into the running sums, in place."""
+    rows, words = logits.shape
+    _add_tile[(rows,)](
+        logits, targets, *sums, start, scale, words, logits.stride(0), BLOCK=2048, num_warps=4
+    )
+
+
+def write_slope(
+    logits: Tensor, start: int, scale: float, known: Sequence[Tensor], out: Tensor
+) -> None:
+    """Write dL/dlogits of one tile; `known` as in `head.write_slope`."""
+    targets, log_total, up_logprob, *entropies = known
+    entropy, up_entropy = entropies or (log_total, up_logprob)
+    rows, words = logits.shape
+    block = 1024
+    _write_slope[(rows, triton.cdiv(words, block))](
+        logits,
+        out,
+        targets,
+        log_total,
+        up_logprob,
+        entropy,
+        up_entropy,
+        start,
+        scale,
+        words,
+        logits.stride(0),
+        out.stride(0),
+        HAS_ENTROPY=bool(entropies),
+        BLOCK=block,
+        num_warps=4,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _add_tile(  # type: ignore[no-untyped-def]
+    logits,
+    targets,
+    tops,
+    totals,
+    weighteds,
+    chosens,
+    start,
+    scale,
+    words,
+    stride,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    line = logits + row.to(tl.int64) * stride
+    top = tl.load(tops + row)
+    total = tl.load(totals + row)
+    weighted = tl.load(weighteds + row)
+    place = tl.load(targets + row) - start
+    columns = tl.arange(0, BLOCK)
+    for first in range(0, words, BLOCK):
+        inside = first + columns < words
+        scaled = tl.load(line + first + columns, mask=inside, other=float("-inf"))
+        scaled = scaled.to(tl.float32) * scale
+        new_top = tl.maximum(top, tl.max(scaled, 0))
+        shares = tl.exp(scaled - new_top)
+        shrink = tl.exp(top - new_top)
+        total = total * shrink + tl.sum(shares, 0)
+        weighted = weighted * shrink + tl.sum(tl.where(inside, shares * scaled, 0.0), 0)
+        top = new_top
+    tl.store(tops + row, top)
+    tl.store(totals + row, total)
+    tl.store(weighteds + row, weighted)
+    if (place >= 0) & (place < words):
+        tl.store(chosens + row, tl.load(line + place).to(tl.float32) * scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write_slope(  # type: ignore[no-untyped-def]
+    logits,
+    out,
+    targets,
+    log_totals,
+    up_logprobs,
+    entropies,
+    up_entropies,
+    start,
+    scale,
+    words,
+    stride,
+    out_stride,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < words
+    scaled = tl.load(logits + row.to(tl.int64) * stride + columns, mask=inside, other=0.0)
+    log_p = scaled.to(tl.float32) * scale - tl.load(log_totals + row)
+    chance = tl.exp(log_p)
+    up = tl.load(up_logprobs + row)
+    slope = -up * chance
+    if HAS_ENTROPY:
+        gap = log_p + tl.load(entropies + row)
+        slope -= tl.load(up_entropies + row) * chance * gap
+    place = tl.load(targets + row) - start
+    slope = tl.where(columns == place, slope + up, slope) * scale
+    here = out + row.to(tl.int64) * out_stride + columns
+    tl.store(here, slope.to(out.dtype.element_ty), mask=inside)
