@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from agentrl.config import RunConfig
-from agentrl.config_cluster import RoleResources
+from agentrl.config_cluster import ClusterConfig, RoleResources
 from agentrl.errors import ConfigError
 from launch import submission
 from launch.command import say
@@ -72,8 +72,7 @@ def script_of(config: RunConfig, run: RunDir, number: int, *, began: str) -> str
         trainer_count=spec.component("trainer").nodes,
         trainer_flags=_flags_of_one_node(spec, "trainer"),
         inference_flags=_flags_of_one_node(spec, "inference"),
-        pin=config.cluster.interface_pin,
-        hints=config.cluster.interface_hints,
+        wishes=_network_wishes(config.cluster),
     )
 
 
@@ -102,6 +101,11 @@ def job_spec(config: RunConfig, run: RunDir, number: int) -> JobSpec:
         modules=tuple(cluster.modules),
         environment=tuple(cluster.environment.items()),
     )
+
+
+def _network_wishes(cluster: ClusterConfig) -> list[str]:
+    pin = ["--pin", cluster.interface_pin] if cluster.interface_pin else []
+    return pin + [word for hint in cluster.interface_hints for word in ("--hint", hint)]
 
 
 def _component(role: str, nodes: int, resources: RoleResources) -> Component:

@@ -135,8 +135,8 @@ class LabRun:
     def until_step(self, step: int) -> None:
         self.until(lambda: max(self.steps(), default=0) >= step, f"step {step}")
 
-    def until_checkpoint(self, step: int) -> None:
-        self.until(lambda: self.run.checkpoint_step() >= step, f"a checkpoint of step {step}")
+    def until_checkpoint(self, step: int, limit_s: float = PATIENCE_S) -> None:
+        self.until(lambda: self.run.checkpoint_step() >= step, f"checkpoint {step}", limit_s)
 
     def finish(self, limit_s: float = PATIENCE_S) -> LedgerLine:
         """Wait until no job of the run lives; return the last line of the ledger."""
