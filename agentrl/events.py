@@ -56,6 +56,32 @@ class EngineFault(Event, tag="engine_fault", frozen=True):
     cause: str
     detail: str = ""
     restarts: int = 0
+    graphs: bool = True
+    """Whether it starts again with graphs."""
+    unknown_lines: int = 0
+    """Lines of its log that look like errors and are of no known kind."""
+
+
+class EngineMetrics(Event, tag="engine_metrics", frozen=True):
+    engine: str
+    running: int = 0
+    queued: int = 0
+    token_usage: float = 0.0
+    """Share of the KV cache in use."""
+    cache_hit_rate: float = 0.0
+    """Share of prompt tokens that were not computed, since the engine's start."""
+    throughput: float = 0.0
+    """Generated tokens a second, the engine's own figure."""
+    generated_tokens: int = 0
+    aborted: int = 0
+    retracted: int = 0
+    graph_passes: int = 0
+    """Forward passes that replayed a graph, since the engine's start."""
+    eager_passes: int = 0
+
+
+class NodeSuspect(Event, tag="node_suspect", frozen=True):
+    reason: str
 
 
 class VersionEvent(Event, tag="version", frozen=True):
@@ -170,6 +196,8 @@ AnyEvent = (
     LaunchAttempt
     | EngineState
     | EngineFault
+    | EngineMetrics
+    | NodeSuspect
     | VersionEvent
     | SandboxStart
     | Setup

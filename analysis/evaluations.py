@@ -40,6 +40,8 @@ class Evaluation:
     """Task → share of its graded attempts that solved it."""
     clusters: dict[str, str]
     """Task → what the bootstrap draws together with it."""
+    difficulty: dict[str, str]
+    """Task → how hard it is said to be; empty where the summary does not say."""
     causes: dict[str, int]
     seconds: float
     """0 where the summary does not say."""
@@ -69,6 +71,7 @@ def read_evaluation(path: Path) -> Evaluation:
         },
         per_task=found.per_task,
         clusters=found.clusters,
+        difficulty=found.difficulty,
         causes=found.causes,
         seconds=found.seconds,
     )
@@ -84,5 +87,6 @@ class _Summary(msgspec.Struct, frozen=True):
     pass_at: dict[str, dict[str, float]] = {}
     per_task: dict[str, float] = {}
     clusters: dict[str, str] = {}
+    difficulty: dict[str, str] = {}
     causes: dict[str, int] = {}
     seconds: float = 0.0

@@ -1,9 +1,14 @@
-"""Figure: what was lost, what broke, and how often the run was launched."""
+"""Figure: what was lost, what broke, and how often the run was launched.
+
+Counts by kind, cause and hour (from the run's first event). A lost trajectory has no reward; had it
+counted as 0, its own reward and the mean of its group would have been wrong: `false zero` rows
+count those rewards, and the groups that they would have spoilt.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,18 +18,21 @@ from matplotlib.ticker import MaxNLocator
 from agentrl import events
 from analysis import plot
 from analysis.figure import Figure
+from analysis.memo import remembered
 from analysis.run_files import Run
-from analysis.steps import lineage
+from analysis.steps import of_run
 
 KINDS = {
     "lost trajectory": plot.ORANGE,
-    "failed sandbox start": plot.PINK,
-    "engine fault": plot.PURPLE,
-    "drop": plot.BLUE,
-    "undone step": plot.GREEN,
+    "failed sandbox start": plot.NAVY,
+    "engine fault": plot.SKY,
+    "drop": plot.PURPLE,
+    "undone step": plot.GOLD,
     "unreadable event line": plot.GREY,
 }
-"""What a row can count; `launch attempt` rows are in the table alone."""
+"""What a row can count; rows of other kinds are in the table alone."""
+SHOWN_CAUSES = 14
+UNTIMED = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,70 +40,120 @@ class Row:
     kind: str
     cause: str
     count: int
+    hour: int = UNTIMED
+    """Since the run's first event; −1 where no time is known."""
     detail: str = ""
     """One example, in the words of what failed."""
 
 
+Told = tuple[str, str, int, float]
+"""Cause, example, count, time."""
+
+
+@remembered
 def table(run: Run) -> list[Row]:
-    """Count losses by kind and cause; a run without any still has its launch attempts."""
-    lost = [e for e in run.of(events.TrajectoryEvent) if e.reward is None]
+    """Count losses by kind, cause and hour; a run without any still has its launch attempts."""
+    begin = run.store.span()[0]
+    done = run.of(events.TrajectoryEvent)
+    lost = [e for e in done if e.reward is None]
     starts = [e for e in run.of(events.SandboxStart) if not e.ok]
-    faults = run.of(events.EngineFault)
-    rows = _count("lost trajectory", [(e.cause, e.detail, 1) for e in lost])
-    rows += _count("failed sandbox start", [(e.backend, e.detail, 1) for e in starts])
-    rows += _count("engine fault", [(e.cause, e.detail, 1) for e in faults])
-    rows += _count("drop", [(f"{e.what}: {e.reason}", "", e.count) for e in run.of(events.Drop)])
-    if undone := lineage(run.events).superseded:
+    faults, drops = run.of(events.EngineFault), run.of(events.Drop)
+    rows = _count("lost trajectory", begin, ((e.cause, e.detail, 1, e.end) for e in lost))
+    rows += _count("failed sandbox start", begin, ((e.backend, e.detail, 1, e.end) for e in starts))
+    rows += _count(
+        "engine fault", begin, ((e.cause, e.detail, 1, e.end or e.start) for e in faults)
+    )
+    told = ((f"{e.what}: {e.reason}", "", e.count, e.end or e.start) for e in drops)
+    rows += _count("drop", begin, told)
+    if undone := of_run(run).superseded:
         rows.append(Row(kind="undone step", cause="done again after a resume", count=undone))
     rows += [
         Row(kind="unreadable event line", cause=reason, count=count)
         for reason, count in sorted(run.rejected.items())
     ]
-    return rows + _attempts(run)
+    return [*rows, *_false_zeros(done), *_attempts(run)]
 
 
 def losses(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that tell of a loss, the launch attempts left out."""
+    """Return the rows that tell of a loss."""
     return [row for row in rows if row.kind in KINDS]
+
+
+def by_cause(rows: Sequence[Row]) -> list[Row]:
+    """Add up the hours of each kind and cause, in the order of kinds, the most frequent first."""
+    sums: Counter[tuple[str, str]] = Counter()
+    details: dict[tuple[str, str], str] = {}
+    for row in rows:
+        sums[row.kind, row.cause] += row.count
+        details.setdefault((row.kind, row.cause), row.detail)
+    order = {kind: place for place, kind in enumerate(KINDS)}
+    return sorted(
+        (
+            Row(kind=kind, cause=cause, count=count, detail=details[kind, cause])
+            for (kind, cause), count in sums.items()
+        ),
+        key=lambda row: (order.get(row.kind, len(order)), -row.count),
+    )
 
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    shown = losses(rows)
-    figure, (axes,) = plot.grid(
-        1, narrow=narrow, columns=1, height_in=0.8 + 0.38 * max(2, len(shown))
-    )
+    shown = by_cause(losses(rows))[:SHOWN_CAUSES]
+    timed = [row for row in losses(rows) if row.hour != UNTIMED]
+    panels = 1 + bool(timed)
+    height = 0.8 + 0.32 * max(3, len(shown))
+    figure, all_axes = plot.grid(panels, narrow=narrow, columns=1, height_in=height)
     if not shown:
-        plot.say_nothing(axes, "nothing was lost")
+        plot.say_nothing(all_axes[0], "nothing was lost")
     else:
-        _bars(axes, shown)
-    plot.save(figure, path, png=not narrow)
+        _bars(all_axes[0], shown)
+    if timed:
+        _hours(all_axes[1], timed)
+    plot.save(figure, path, headline(rows), png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    sums: Counter[str] = Counter()
+    for row in losses(rows):
+        sums[row.kind] += row.count
+    if not sums:
+        return "Nothing was lost: no infrastructure failure, no engine fault, no drop"
+    parts = [f"{count:,} {_plural(kind, count)}" for kind, count in sums.items()]
+    return f"Lost or broken: {', '.join(parts)}"
 
 
 def finding(rows: Sequence[Row]) -> str:
-    shown = losses(rows)
-    attempts = len(rows) - len(shown)
-    launched = f"{attempts} launch attempt{'s' * (attempts != 1)} on record."
-    if not shown:
-        return f"Nothing was lost: no infrastructure failure, no engine fault, no drop. {launched}"
-    sums: Counter[str] = Counter()
-    for row in shown:
-        sums[row.kind] += row.count
-    parts = [f"{count:,} {kind}{'s' * (count != 1)}" for kind, count in sums.items()]
-    parts = [part.replace("trajectorys", "trajectories") for part in parts]
-    return f"{', '.join(parts)}. {launched} No lost trajectory counts as a reward."
+    attempts = sum(row.kind == "launch attempt" for row in rows)
+    zeros = {row.cause: row.count for row in rows if row.kind == "false zero"}
+    would = (
+        f" Had lost trajectories counted as 0, {zeros['rewards']:,} rewards in "
+        f"{zeros['groups']:,} groups would have been wrong; here they count as nothing."
+        if zeros
+        else ""
+    )
+    launched = f" {attempts} {_plural('launch attempt', attempts)} on record."
+    return f"{headline(rows)}.{would}{launched}"
 
 
-def _count(kind: str, found: Sequence[tuple[str, str, int]]) -> list[Row]:
-    counts: Counter[str] = Counter()
-    examples: dict[str, str] = {}
-    for cause, detail, count in found:
-        counts[cause] += count
-        examples.setdefault(cause, detail)
+def _count(kind: str, begin: float, found: Iterable[Told]) -> list[Row]:
+    counts: Counter[tuple[str, int]] = Counter()
+    examples: dict[tuple[str, int], str] = {}
+    for cause, detail, count, at in found:
+        hour = int((at - begin) // 3600) if at > 0 else UNTIMED
+        counts[cause, hour] += count
+        examples.setdefault((cause, hour), detail)
     return [
-        Row(kind=kind, cause=cause, count=count, detail=examples[cause])
-        for cause, count in counts.most_common()
+        Row(kind=kind, cause=cause, count=count, hour=hour, detail=examples[cause, hour])
+        for (cause, hour), count in counts.most_common()
     ]
+
+
+def _false_zeros(done: Sequence[events.TrajectoryEvent]) -> Iterator[Row]:
+    lost = [each for each in done if each.reward is None and each.cause != "cancelled"]
+    if lost:
+        groups = len({each.draw for each in lost})
+        yield Row(kind="false zero", cause="rewards", count=len(lost))
+        yield Row(kind="false zero", cause="groups", count=groups)
 
 
 def _attempts(run: Run) -> list[Row]:
@@ -117,19 +175,38 @@ def _attempts(run: Run) -> list[Row]:
 
 
 def _bars(axes: Axes, rows: Sequence[Row]) -> None:
-    names = [f"{row.kind}\n{row.cause[:44]}" for row in rows]
-    counts = [row.count for row in rows]
-    axes.barh(range(len(rows)), counts, color=[KINDS[row.kind] for row in rows], height=0.65)
-    for place, count in enumerate(counts):
-        axes.annotate(
-            f"{count:,}", (count, place), xytext=(4, 0), textcoords="offset points", va="center"
-        )
-    axes.set_yticks(range(len(rows)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(counts) * 1.15)
+    plot.bars(
+        axes,
+        [f"{row.kind}: {row.cause[:38]}" for row in rows],
+        [row.count for row in rows],
+        [f"{row.count:,}" for row in rows],
+        colours=[KINDS[row.kind] for row in rows],
+    )
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
     axes.set_xlabel("count")
-    axes.grid(visible=False, axis="y")
+    axes.set_title("By cause")
+
+
+def _hours(axes: Axes, rows: Sequence[Row]) -> None:
+    last = max(row.hour for row in rows)
+    kinds = [kind for kind in KINDS if any(row.kind == kind for row in rows)]
+    layers = []
+    for kind in kinds:
+        counts = [0.0] * (last + 1)
+        for row in rows:
+            if row.kind == kind:
+                counts[row.hour] += row.count
+        layers.append((kind, KINDS[kind], counts))
+    plot.stack(axes, [float(hour) for hour in range(last + 2)], layers)
+    axes.set_xlabel("hours since the first event")
+    axes.set_ylabel("count in the hour")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def _plural(name: str, count: int) -> str:
+    if count == 1:
+        return name
+    return f"{name.removesuffix('y')}ies" if name.endswith("y") else f"{name}s"
 
 
 FIGURE = Figure(

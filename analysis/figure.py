@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+from agentrl.handoff.publish import publish_bytes
 from analysis.run_files import Run, load_run
-from analysis.table import write_csv
+from analysis.table import as_csv
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -43,20 +46,32 @@ class Figure(Generic[Row]):
     table: Callable[[Run], Sequence[Row]]
     draw: Draw[Row]
     finding: Callable[[Sequence[Row]], str]
-    """One sentence with the numbers that the figure shows."""
+    """A sentence or two with the numbers that the figure shows."""
     missing: str
     """What to say when there is no row."""
 
     def write(self, run: Run) -> Written:
         """Write the figure and its CSV into the run's report folder."""
-        rows = self.table(run)
-        path = run.report / f"{self.name}.png"
-        write_csv(rows, path.with_suffix(".csv"))
+        return self.write_rows(self.table(run), run.report)
+
+    def write_rows(self, rows: Sequence[Row], folder: Path) -> Written:
+        """Write figure and CSV of `rows` into `folder`; what is drawn there already is kept."""
+        path = folder / f"{self.name}.png"
+        mark = folder / "cache" / "drawn" / self.name
+        data = as_csv(rows)
         if not rows:
+            for old in (path, path.with_suffix(".svg"), folder / f"{self.name}-narrow.svg", mark):
+                old.unlink(missing_ok=True)
+            publish_bytes(path.with_suffix(".csv"), data)
             return Written(name=self.name, title=self.title, finding=self.missing)
-        narrow = run.report / f"{self.name}-narrow.svg"
-        self.draw(rows, path)
-        self.draw(rows, narrow, narrow=True)
+        narrow = folder / f"{self.name}-narrow.svg"
+        digest = hashlib.sha256(data + _drawing_code()).hexdigest()
+        if not _is_drawn(mark, digest, path, narrow):
+            self.draw(rows, path)
+            self.draw(rows, narrow, narrow=True)
+            publish_bytes(path.with_suffix(".csv"), data)
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.write_text(digest)
         return Written(
             name=self.name,
             title=self.title,
@@ -76,3 +91,17 @@ class Figure(Generic[Row]):
             written = self.write(run)
             print(f"{run.report / self.name}.png .svg .csv: {written.finding}")
         return 0
+
+
+def _is_drawn(mark: Path, digest: str, path: Path, narrow: Path) -> bool:
+    files = (path, path.with_suffix(".svg"), path.with_suffix(".csv"), narrow)
+    return mark.is_file() and mark.read_text() == digest and all(file.is_file() for file in files)
+
+
+@cache
+def _drawing_code() -> bytes:
+    """Return a digest of the code here: drawings of other code are drawn anew."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()

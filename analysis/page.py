@@ -10,11 +10,12 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from agentrl.config import to_yaml
-from analysis import faults, plot, solve_rate
+from analysis import faults, gpu_hours, plot, solve_rate, what_now
 from analysis.evaluations import model_label
 from analysis.figure import Written
 from analysis.run_files import Run
 from analysis.stages import spoken, stages
+from analysis.steps import of_run
 from analysis.summary import Card, cards, sentences
 
 
@@ -49,9 +50,11 @@ class Section:
     provenance: Table
     config: str
     problems: tuple[str, ...]
+    traced: str = ""
+    """What trace.json holds."""
 
 
-def render(sections: Sequence[Section]) -> str:
+def render(sections: Sequence[Section], compared: Compared | None = None) -> str:
     """Return the page. What comes from a run is escaped; only our own drawings are not."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -60,29 +63,40 @@ def render(sections: Sequence[Section]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.jinja").render(sections=sections)
+    return environment.get_template("page.html.jinja").render(sections=sections, compared=compared)
 
 
-def section(run: Run, figures: Sequence[Written]) -> Section:
-    return Section(
-        name=run.name,
-        sentences=tuple(sentences(run)),
-        cards=tuple(cards(run)),
-        drawings=tuple(map(_drawing, figures)),
-        tables=(_rates(run), _stages(run), _faults(run)),
-        provenance=_provenance(run),
-        config=to_yaml(run.config) if run.config else "",
-        problems=run.problems,
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Compared:
+    """Two runs beside each other, at the top of the page."""
+
+    title: str
+    table: Table
+    drawing: Drawing
 
 
-def _drawing(written: Written) -> Drawing:
+def drawing(written: Written) -> Drawing:
+    """Return a figure as the page shows it."""
     return Drawing(
         name=written.name,
         title=written.title,
         finding=written.finding,
         wide=_inline(written.svg, written.title),
         narrow=_inline(written.narrow_svg, written.title),
+    )
+
+
+def section(run: Run, figures: Sequence[Written], traced: str = "") -> Section:
+    return Section(
+        name=run.name,
+        sentences=tuple(sentences(run)),
+        cards=tuple(cards(run)),
+        drawings=tuple(map(drawing, figures)),
+        tables=(_advice(run), _rates(run), _lineage(run), _faults(run), _hours(run), _stages(run)),
+        provenance=_provenance(run),
+        config=to_yaml(run.config) if run.config else "",
+        problems=run.problems,
+        traced=traced,
     )
 
 
@@ -130,18 +144,65 @@ def _stages(run: Run) -> Table:
 
 
 def _faults(run: Run) -> Table:
-    rows = faults.table(run)
+    rows = [row for row in faults.by_cause(faults.table(run)) if row.kind != "launch attempt"]
     return Table(
-        title="Losses, faults and launch attempts",
+        title="Losses and faults",
         columns=("kind", "cause", "count", "example"),
         rows=tuple((row.kind, row.cause, f"{row.count:,}", row.detail[:300]) for row in rows),
         note="" if rows else faults.FIGURE.missing,
     )
 
 
+def _advice(run: Run) -> Table:
+    rows = what_now.table(run)
+    return Table(
+        title="What now",
+        columns=("what holds it back", "evidence", "setting", "change"),
+        rows=tuple((row.what, row.evidence, row.setting, row.change) for row in rows),
+        note="" if rows else what_now.FIGURE.missing,
+    )
+
+
+def _lineage(run: Run) -> Table:
+    resumes = ", ".join(map(str, of_run(run).resumes)) or "none"
+    return Table(
+        title="Launch attempts",
+        columns=("attempt", "began", "ended", "steps", "time"),
+        rows=tuple(
+            (
+                str(line.attempt),
+                line.began,
+                line.ended,
+                f"{line.step_begin} to {line.step_end}",
+                spoken(max(0.0, line.finished - line.started)) if line.started else "",
+            )
+            for line in run.ledger
+        ),
+        note=f"Resumed after steps: {resumes}." if run.ledger else "No ledger was found.",
+    )
+
+
+def _hours(run: Run) -> Table:
+    rows = gpu_hours.table(run)
+    return Table(
+        title="GPU-hours",
+        columns=("cause", "GPU-hours", "of held", "counted"),
+        rows=tuple(
+            (row.cause, f"{row.gpu_hours:,.3g}", f"{100 * row.of_held:.1f} %", row.how)
+            for row in rows
+        ),
+        note=(
+            "Causes overlap, so they do not add up. Without GPUs in the config, each engine and "
+            "the trainer count as one."
+            if rows
+            else gpu_hours.FIGURE.missing
+        ),
+    )
+
+
 def _provenance(run: Run) -> Table:
     facts = [(key, _plain(value)) for key, value in run.provenance.items()]
-    facts.append(("events read", f"{len(run.events) + len(run.aside):,}"))
+    facts.append(("events read", f"{len(run.store) + run.aside:,}"))
     facts.append(("event lines rejected", f"{sum(run.rejected.values()):,}"))
     return Table(title="Provenance", columns=("what", "value"), rows=tuple(facts))
 

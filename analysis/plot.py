@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from agentrl.handoff.publish import publish_bytes
 from analysis.table import whole_percent
@@ -20,16 +23,20 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID, PAPER = "#1d2530", "#66717f", "#dfe3e8", "#fefefe"
 """Page colours by role; `page` replaces them, so that a figure follows light and dark."""
-MODEL_COLOURS = {"base": "#9aa3ad", "sft": "#4f8fc0", "rl": "#e0782f"}
-BLUE, ORANGE, GREEN, PINK, PURPLE, GREY, GOLD = (
-    "#4f8fc0",
-    "#e0782f",
-    "#3d9a76",
-    "#c9638f",
-    "#8a78c9",
-    "#9aa3ad",
-    "#c9a227",
+MODEL_COLOURS = {"base": "#c9ced4", "sft": "#7fb2dc", "rl": "#b5480f"}
+"""Apart in lightness too, so that a grey print tells them apart."""
+NAVY, ORANGE, GREEN, SKY, PURPLE, GREY, GOLD, PINK = (
+    "#1f4e79",
+    "#ee9550",
+    "#2d6a4f",
+    "#a9cce3",
+    "#6c4f9e",
+    "#c9ced4",
+    "#d8b83a",
+    "#d98cab",
 )
+"""Dark and light in turn: layers of a stack that touch differ in grey as well."""
+MAIN = MODEL_COLOURS["rl"]
 STYLE: dict[RcKeyType, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,
@@ -60,6 +67,7 @@ STYLE: dict[RcKeyType, Any] = {
 }
 styled = matplotlib.rc_context(STYLE)
 """Decorates every `draw`: what it makes has this style, and nothing outside it changes."""
+PNG_DPI = 150
 WIDE_IN, NARROW_IN = 8.6, 4.4
 """Widths for a desktop and for a phone, inches."""
 
@@ -76,16 +84,28 @@ def grid(
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(panels)]
 
 
-def save(figure: Figure, path: Path, *, png: bool = True) -> None:
-    """Write `figure` as `path` with .svg and, unless switched off, .png in place of its ending."""
-    figure.draw_without_rendering()  # lays out once; each savefig would do it anew
+def save(figure: Figure, path: Path, headline: str = "", *, png: bool = True) -> None:
+    """Write `figure` as `path` with .svg and, unless switched off, .png in place of its ending.
+
+    headline: the finding, set above the panels.
+    """
+    if headline:
+        letters = int(figure.get_figwidth() * 13.2)
+        text = textwrap.fill(headline.replace("$", r"\$"), letters)
+        figure.suptitle(text, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK)
+    figure.draw_without_rendering()  # lays out once; each print would do it anew
     figure.set_layout_engine("none")
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-        for kind in ("svg", "png") if png else ("svg",):
-            data = BytesIO()
-            metadata = {"Date": None} if kind == "svg" else {}
-            figure.savefig(data, format=kind, dpi=150, metadata=metadata)
-            publish_bytes(path.with_suffix(f".{kind}"), data.getvalue())
+    data = BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # savefig would draw each twice
+        print_svg: Callable[..., None] = FigureCanvasSVG(figure).print_svg
+        print_svg(data, metadata={"Date": None})
+    publish_bytes(path.with_suffix(".svg"), data.getvalue())
+    if png:
+        data = BytesIO()
+        figure.set_dpi(PNG_DPI)
+        print_png: Callable[..., None] = FigureCanvasAgg(figure).print_png
+        print_png(data)
+        publish_bytes(path.with_suffix(".png"), data.getvalue())
 
 
 def say_nothing(axes: Axes, words: str) -> None:
@@ -104,26 +124,60 @@ def running_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def labelled_bars(
-    axes: Axes, names: Sequence[str], seconds: Sequence[float], colours: Sequence[str]
+def bars(
+    axes: Axes,
+    names: Sequence[str],
+    values: Sequence[float],
+    labels: Sequence[str],
+    *,
+    colours: Sequence[str] | str = MAIN,
 ) -> None:
-    """Draw a horizontal bar a part of a time, each with its seconds and its share of the whole."""
-    total = sum(seconds)
-    axes.barh(range(len(names)), seconds, color=colours, height=0.7)
-    for place, width in enumerate(seconds):
+    """Draw a horizontal bar a name, each with its label at its end."""
+    axes.barh(range(len(names)), values, color=colours, height=0.7, edgecolor=INK, linewidth=0.4)
+    for place, (width, label) in enumerate(zip(values, labels, strict=True)):
         axes.annotate(
-            f"{width:.2f} s · {whole_percent(width / total if total else 0.0)}",
+            label,
             (width, place),
             xytext=(4, 0),
             textcoords="offset points",
             va="center",
             fontsize=8.5,
         )
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlim(0, max(seconds) * 1.4 or 1)
+    axes.set_yticks(range(len(names)), fitting(axes, names))
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(0, max(values, default=0) * 1.4 or 1)
     axes.grid(visible=False, axis="y")
+
+
+def fitting(axes: Axes, names: Sequence[str]) -> list[str]:
+    """Break names where the figure is a phone's, so that they leave room for the panel."""
+    return [textwrap.fill(name, 18) for name in names] if _is_narrow(axes) else list(names)
+
+
+def _is_narrow(axes: Axes) -> bool:
+    canvas = axes.get_figure(root=True)
+    return canvas is not None and canvas.get_figwidth() < (WIDE_IN + NARROW_IN) / 2
+
+
+def time_bars(
+    axes: Axes, names: Sequence[str], seconds: Sequence[float], colours: Sequence[str]
+) -> None:
+    """Draw a bar a part of a time, each with its seconds and its share of the whole."""
+    total = sum(seconds) or 1.0
+    labels = [f"{spoken(part)} · {whole_percent(part / total)}" for part in seconds]
+    bars(axes, names, seconds, labels, colours=colours)
     axes.set_xlabel("seconds")
+
+
+def spoken(seconds: float) -> str:
+    """Return seconds with as many digits as they deserve."""
+    return (
+        f"{seconds:.0f} s"
+        if seconds >= 100
+        else f"{seconds:.1f} s"
+        if seconds >= 10
+        else (f"{seconds:.2f} s")
+    )
 
 
 def two_over_one(*, narrow: bool) -> tuple[Figure, tuple[Axes, Axes, Axes]]:
@@ -138,3 +192,72 @@ def two_over_one(*, narrow: bool) -> tuple[Figure, tuple[Axes, Axes, Axes]]:
         places = (cells[0, 0], cells[0, 1], cells[1, :])
     first, second, below = (figure.add_subplot(place) for place in places)
     return figure, (first, second, below)
+
+
+def stack(
+    axes: Axes,
+    edges: Sequence[float],
+    layers: Sequence[tuple[str, str, Sequence[float]]],
+) -> None:
+    """Draw layers (name, colour, a value a bin) upon each other, with their names above them."""
+    bottom = [0.0] * (len(edges) - 1)
+    handles = []
+    for number, (name, colour, values) in enumerate(layers):
+        top = [low + value for low, value in zip(bottom, values, strict=True)]
+        hatch = "" if number % 3 else "////"
+        look: dict[str, Any] = {
+            "facecolor": colour,
+            "hatch": hatch,
+            "edgecolor": PAPER,
+            "linewidth": 0,
+        }
+        axes.stairs(top, edges, baseline=bottom, fill=True, **look)
+        handles.append(Patch(label=name, **look))
+        bottom = top
+    axes.set_xlim(edges[0], edges[-1])
+    axes.set_ylim(bottom=0)
+    axes.grid(visible=False, axis="x")
+    axes.legend(
+        handles=handles,
+        loc="lower left",
+        bbox_to_anchor=(0, 1.0),
+        ncols=2 if _is_narrow(axes) else 3,
+        handlelength=1.4,
+        borderaxespad=0.2,
+        columnspacing=1.2,
+    )
+
+
+def gap_marks(axes: Axes, places: Sequence[float]) -> None:
+    """Mark where a run was resumed."""
+    for place in places:
+        axes.axvline(place, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+
+
+def keep_in_view(axes: Axes, places: Sequence[float], values: Sequence[float]) -> int:
+    """Set the y-range by the bulk of `values`; mark what is out of it, and return how many.
+
+    The bulk ends 1.5 times its own height above the 98th percentile (below the 2nd): values past
+    that get a triangle at the edge with the number, so nothing is cut silently.
+    """
+    ordered = sorted(values)
+    low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.02, 0.98))
+    height = (high - low) or abs(high) or 1.0
+    top, bottom = high + 1.5 * height, low - 1.5 * height
+    out = [(x, y) for x, y in zip(places, values, strict=True) if not bottom <= y <= top]
+    seen = [y for y in values if bottom <= y <= top]
+    span = (max(seen) - min(seen)) or abs(max(seen)) or 1.0
+    floor = 0.0 if min(values) >= 0 else min(seen) - 0.08 * span
+    axes.set_ylim(floor, max(seen) + 0.14 * span)
+    for x, y in out:
+        is_high = y > top
+        edge = axes.get_ylim()[is_high]
+        axes.plot(x, edge, "^" if is_high else "v", color=INK, markersize=5, clip_on=False)
+        axes.annotate(
+            f"{y:.3g}",
+            (x, edge),
+            xytext=(4, -9 if is_high else 3),
+            textcoords="offset points",
+            fontsize=7.5,
+        )
+    return len(out)

@@ -1,14 +1,15 @@
 """What a run directory holds, read once: config, events, ledger, evaluations, SFT losses.
 
+A folder of another stack's logs is read by `sources` into the same shape.
+
 Everything may be missing or torn: what is not there is named in `Run.problems`, never guessed.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,8 +17,10 @@ import msgspec
 
 from agentrl import config as schema
 from agentrl.errors import ConfigError, RecordError
-from agentrl.events import AnyEvent, Event, read
+from agentrl.events import Event
 from analysis.evaluations import Evaluation, read_evaluation
+from analysis.store import EventFile, Store, event_files, open_store
+from analysis.window import Window
 
 E = TypeVar("E", bound=Event)
 S = TypeVar("S", bound=msgspec.Struct)
@@ -57,12 +60,10 @@ class Run:
 
     folder: Path
     config: schema.RunConfig | None
-    events: tuple[AnyEvent, ...]
-    """Of the training's roles, ordered by their end."""
-    aside: tuple[AnyEvent, ...]
-    """Of fine-tuning and evaluation, where they write to the same folder."""
-    rejected: dict[str, int]
-    """Event lines that could not be read, by reason."""
+    store: Store
+    """Events of the training's roles, each kind ordered by its end."""
+    aside: int
+    """Events of fine-tuning and evaluation, where they write to the same folder."""
     ledger: tuple[Attempt, ...]
     evaluations: tuple[Evaluation, ...]
     sft: Sft | None
@@ -78,24 +79,34 @@ class Run:
     def report(self) -> Path:
         return self.folder / "report"
 
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Event lines that could not be read, by reason."""
+        return self.store.index.found.rejected
+
+    def within(self, since: float, until: float) -> Run:
+        """Return the run with only the events that ended in [since, until]."""
+        return replace(self, store=self.store.within(since, until))
+
     def of(self, kind: type[E]) -> list[E]:
         """Return the training's events of one kind, ordered by their end."""
-        return [event for event in self.events if isinstance(event, kind)]
+        return self.store.of(kind)
 
 
-def load_run(folder: Path) -> Run:
+def load_run(folder: Path, *, window: Window | None = None) -> Run:
     """Read the run in `folder`. Raises RecordError if there is no such folder."""
     if not folder.is_dir():
         raise RecordError(f"run {folder}: no such folder (from {Path.cwd()}); give a run directory")
     problems: list[str] = []
-    rejected: Counter[str] = Counter()
-    own, aside = _events(folder / "events", rejected, problems)
+    store, aside = _events(folder, problems)
+    if window:
+        store = store.within(*window.bounds(store.span()[0]))
+        problems.append(f"Only events from {window.words} are shown.")
     return Run(
         folder=folder,
         config=_config(folder / "config.yaml", problems),
-        events=own,
+        store=store,
         aside=aside,
-        rejected=dict(rejected),
         ledger=tuple(read_lines(folder / "ledger.jsonl", Attempt, problems)),
         evaluations=_evaluations(folder / "evaluations", problems),
         sft=_sft(folder / "sft", problems),
@@ -117,21 +128,39 @@ def read_lines(path: Path, kind: type[S], problems: list[str]) -> Iterator[S]:
         problems.append(f"{path.parent.name}/{path.name}: {bad} lines are torn or not as expected.")
 
 
-def _events(
-    folder: Path, rejected: Counter[str], problems: list[str]
-) -> tuple[tuple[AnyEvent, ...], tuple[AnyEvent, ...]]:
-    own: list[AnyEvent] = []
-    aside: list[AnyEvent] = []
-    for path in sorted(folder.glob("*.jsonl")):
-        into = aside if path.name.startswith(ASIDE) else own
-        into.extend(read(path, rejected))
-    if not own:
+def _events(folder: Path, problems: list[str]) -> tuple[Store, int]:
+    files = event_files(folder / "events")
+    own = [file for file in files if not file.name.startswith(ASIDE)]
+    other = [file for file in files if file.name.startswith(ASIDE)]
+    store = open_store(folder / "events", own, folder / "report" / "cache")
+    if not len(store):
         problems.append("events/ holds no event of a training: no step and no trajectory is known.")
-    return _by_end(own), _by_end(aside)
+    problems += [*_damage(store), *_absent(folder, own)]
+    return store, len(open_store(folder / "events", other, None)) if other else 0
 
 
-def _by_end(found: list[AnyEvent]) -> tuple[AnyEvent, ...]:
-    return tuple(sorted(found, key=lambda event: event.end or event.start))
+def _damage(store: Store) -> Iterator[str]:
+    """Say what was wrong with the event files, and what was done about it."""
+    index = store.index
+    for reason, count in sorted(index.found.rejected.items()):
+        yield f"events/: {count:,} of {index.found.lines:,} lines left out: {reason}."
+    for reason, count in sorted(index.found.mended.items()):
+        yield f"events/: {count:,} lines read although damaged: {reason}."
+    for kind, count in sorted(index.repeats.items()):
+        yield f"events/: {count:,} {kind} events stood twice and count once."
+    if index.found.unknown_fields:
+        names = ", ".join(sorted(index.found.unknown_fields))
+        yield f"events/: fields that this version does not read (in a sample of lines): {names}."
+    for skew in index.skews:
+        yield f"events/: {skew.words}"
+
+
+def _absent(folder: Path, files: list[EventFile]) -> Iterator[str]:
+    """Name the roles that left an exit record but no events."""
+    known = {f"{file.role}-{file.node}" for file in files}
+    told = {path.stem for path in folder.glob("attempts/*/exit/*.json")}
+    for name in sorted(told - known):
+        yield f"events/ has no file of {name}, which left an exit record: its events are missing."
 
 
 def _config(path: Path, problems: list[str]) -> schema.RunConfig | None:

@@ -32,7 +32,7 @@ def table(run: Run) -> list[Row]:
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=2.2)
     steps, losses = [row.step for row in rows], [row.loss for row in rows]
-    colour = plot.MODEL_COLOURS["sft"]
+    colour = plot.NAVY
     axes.plot(steps, losses, ".", color=colour, alpha=0.45, markersize=4.5, markeredgewidth=0)
     axes.plot(steps, plot.running_mean(losses, WINDOW), color=colour, linewidth=1.8)
     axes.set_xlim(0, steps[-1] + 1)
@@ -40,12 +40,16 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("nats a token")
     axes.set_title("Loss on the assistant's tokens")
-    plot.save(figure, path, png=not narrow)
+    plot.save(figure, path, headline(rows), png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    return f"The loss went from {rows[0].loss:.2f} to {rows[-1].loss:.2f} nats a token"
 
 
 def finding(rows: Sequence[Row]) -> str:
     return (
-        f"The loss went from {rows[0].loss:.2f} to {rows[-1].loss:.2f} nats a token. Dots are "
+        f"{headline(rows)} (n = {len(rows):,} logged steps). Dots are "
         f"logged steps, the line is a running mean over {WINDOW} of them."
     )
 

@@ -77,27 +77,42 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     _bars(many, [row for row in rows if row.kind == "pass" and row.k == best], best)
     _forest(apart, [row for row in rows if row.kind == "difference"])
     _legend(figure, rows, columns=2 if narrow else 4)
-    plot.save(figure, path, png=not narrow)
+    plot.save(figure, path, headline(rows), png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    """Say each model's pass@1, in the order of training."""
+    split = main_split(rows)
+    warm = max((row.temperature for row in rows if row.split == split), default=1.0)
+    found = [row for model in MODELS if (row := pick(rows, "pass", model, split, warm))]
+    told = ", ".join(f"{model_label(row.model)} {100 * row.value:.1f} %" for row in found)
+    return f"pass@1 on {_spoken(split)}: {told}" if told else f"pass@1 on {_spoken(split)}"
+
+
+def main_split(rows: Sequence[Row]) -> str:
+    """Return the split that the report leads with: held-out tasks, if there are any."""
+    return next((row.split for row in rows if row.kind == "pass"), SPLITS[0])
 
 
 def verdict(rows: Sequence[Row]) -> str:
     """Say what pass@1 was before and after, and whether the intervals overlap."""
-    before = pick(rows, "pass", "sft", SPLITS[0], 1.0)
-    after = pick(rows, "pass", "rl", SPLITS[0], 1.0)
+    split = main_split(rows)
+    before = pick(rows, "pass", "sft", split, 1.0)
+    after = pick(rows, "pass", "rl", split, 1.0)
     if before is None or after is None:
         known = before or after
         only = f"; {model_label(known.model)} alone has pass@1 {percent(known)}" if known else ""
-        return f"SFT and RL were not both evaluated on {_spoken(SPLITS[0])} at T=1{only}."
+        return f"SFT and RL were not both evaluated on {_spoken(split)} at T=1{only}."
     apart = after.low > before.high or before.low > after.high
     return (
-        f"On {_spoken(SPLITS[0])} at T=1, pass@1 went from {percent(before)} after SFT to "
+        f"On {_spoken(split)} at T=1, pass@1 went from {percent(before)} after SFT to "
         f"{percent(after)} after RL; the 95 % intervals {'do not overlap' if apart else 'overlap'}."
     )
 
 
 def control(rows: Sequence[Row]) -> str:
     """Say what RL − SFT is at a temperature under 1; a merely sharper policy gains nothing."""
-    gains = [row for row in rows if row.kind == "difference" and row.split == SPLITS[0]]
+    gains = [row for row in rows if row.kind == "difference" and row.split == main_split(rows)]
     cool = [row for row in gains if row.temperature < 1]
     if not cool:
         return (
@@ -165,7 +180,7 @@ def _differences(found: Sequence[Evaluation]) -> list[Row]:
         before = by_key.get(("sft", split, temperature))
         if model != "rl" or before is None or not before.per_task.keys() & after.per_task.keys():
             continue
-        gain = paired_difference(_summary(before), _summary(after))
+        gain = paired_difference(as_summary(before), as_summary(after))
         rows.append(
             Row(
                 kind="difference",
@@ -183,7 +198,7 @@ def _differences(found: Sequence[Evaluation]) -> list[Row]:
     return sorted(rows, key=lambda row: (_split_order(row.split), -row.temperature))
 
 
-def _summary(found: Evaluation) -> dict[str, object]:
+def as_summary(found: Evaluation) -> dict[str, object]:
     return {"per_task": found.per_task, "clusters": found.clusters}
 
 
@@ -280,7 +295,7 @@ def _legend(figure: Canvas, rows: Sequence[Row], *, columns: int) -> None:
         )
         for _, row in sorted(shown.items(), key=lambda item: item[0])
     ]
-    figure.legend(handles=handles, loc="outside upper left", ncols=columns)
+    figure.legend(handles=handles, loc="outside lower left", ncols=columns)
 
 
 FIGURE = Figure(

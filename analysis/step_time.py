@@ -1,8 +1,9 @@
 """Figure: where the time of an optimizer step goes.
 
-wait, logprob, update, publish and checkpoint are what the trainer measured; other is the rest of
-the step's wall time. Means are over the steady state (see `steps.steady`). The trainer's idle
-share is Σ wait ÷ Σ step seconds over the same steps.
+A step's time is T = update + wait + logprob + other: what the trainer measured, and other = its
+span less all that was measured, at least 0. Publishing weights and writing checkpoints stand apart
+and are never inside T. Means are over the steady state (`steps.steady`) or a window of it; the
+trainer's idle share is Σ wait ÷ Σ (T + publish + checkpoint) over the same steps.
 """
 
 from __future__ import annotations
@@ -16,26 +17,29 @@ from matplotlib.ticker import MaxNLocator
 
 from analysis import plot
 from analysis.figure import Figure
+from analysis.memo import remembered
 from analysis.run_files import Run
-from analysis.steps import lineage, steady
+from analysis.steps import of_run, steady
 from analysis.table import whole_percent
 
-PARTS = ("wait", "logprob", "update", "publish", "checkpoint", "other")
+INSIDE = ("update", "wait", "logprob", "other")
+APART = ("publish", "checkpoint")
+PARTS = (*INSIDE, *APART)
 NAMES = {
     "wait": "waiting for groups",
     "logprob": "log-probabilities",
     "update": "update",
-    "publish": "publishing weights",
-    "checkpoint": "checkpoint",
+    "publish": "apart: publishing weights",
+    "checkpoint": "apart: checkpoint",
     "other": "other",
 }
 COLOURS = {
+    "update": plot.NAVY,
     "wait": plot.GREY,
     "logprob": plot.GREEN,
-    "update": plot.ORANGE,
-    "publish": plot.BLUE,
-    "checkpoint": plot.PURPLE,
     "other": plot.PINK,
+    "publish": plot.PURPLE,
+    "checkpoint": plot.GOLD,
 }
 
 
@@ -54,7 +58,8 @@ class Row:
 
     @property
     def total(self) -> float:
-        return sum(parts(self).values())
+        """The step's own time: publishing and checkpoints are apart."""
+        return sum(float(getattr(self, part)) for part in INSIDE)
 
 
 def parts(row: Row) -> dict[str, float]:
@@ -62,14 +67,20 @@ def parts(row: Row) -> dict[str, float]:
     return {part: float(getattr(row, part)) for part in PARTS}
 
 
+@remembered
 def table(run: Run) -> list[Row]:
-    line = lineage(run.events)
+    line = of_run(run)
     rows = []
     for step, counts in zip(line.steps, steady(line.steps, line.resumes), strict=True):
-        known = (step.wait_s, step.logprob_s, step.update_s, step.publish_s, step.checkpoint_s)
-        other = max(0.0, step.seconds - sum(known))
-        times = dict(zip(PARTS, (*known, other), strict=True))
-        rows.append(Row(step=step.step, steady=counts, **times))
+        times = {
+            "wait": step.wait_s,
+            "logprob": step.logprob_s,
+            "update": step.update_s,
+            "publish": step.publish_s,
+            "checkpoint": step.checkpoint_s,
+        }
+        other = max(0.0, step.seconds - sum(times.values()))
+        rows.append(Row(step=step.step, steady=counts, other=other, **times))
     return rows
 
 
@@ -77,6 +88,12 @@ def means(rows: Sequence[Row]) -> dict[str, float]:
     """Return the mean seconds of each part over the steady state."""
     counted = [row for row in rows if row.steady]
     return {part: sum(parts(row)[part] for row in counted) / len(counted) for part in PARTS}
+
+
+def step_seconds(rows: Sequence[Row]) -> float:
+    """Return the mean time of a step, publishing and checkpoints apart."""
+    mean = means(rows)
+    return sum(mean[part] for part in INSIDE)
 
 
 def idle_share(rows: Sequence[Row]) -> float:
@@ -87,48 +104,57 @@ def idle_share(rows: Sequence[Row]) -> float:
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    figure, (bars, strip) = plot.grid(2, narrow=narrow, columns=1, height_in=2.4)
+    figure, (bars, strip) = plot.grid(2, narrow=narrow, columns=1, height_in=2.5)
     mean = means(rows)
     shown = [part for part in PARTS if mean[part] > 0]
-    plot.labelled_bars(
+    whole = step_seconds(rows) or 1.0
+    labels = [
+        plot.spoken(mean[part])
+        + ("" if part in APART else f" · {whole_percent(mean[part] / whole)}")
+        for part in shown
+    ]
+    plot.bars(
         bars,
         [NAMES[part] for part in shown],
         [mean[part] for part in shown],
-        [COLOURS[part] for part in shown],
+        labels,
+        colours=[COLOURS[part] for part in shown],
     )
-    bars.set_title(f"Mean of a step: {sum(mean.values()):.2f} s")
+    bars.set_xlabel("seconds a step, mean of the steady state")
     _strip(strip, rows)
-    plot.save(figure, path, png=not narrow)
+    plot.save(figure, path, headline(rows), png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    mean = means(rows)
+    longest = max(INSIDE, key=lambda part: mean[part])
+    whole = step_seconds(rows)
+    share = mean[longest] / whole if whole else 0.0
+    return f"A step took {plot.spoken(whole)}; {whole_percent(share)} of it was {NAMES[longest]}"
 
 
 def finding(rows: Sequence[Row]) -> str:
     mean = means(rows)
-    total = sum(mean.values())
-    longest = max(mean, key=lambda part: mean[part])
-    share = mean[longest] / total if total else 0.0
+    apart = mean["publish"] + mean["checkpoint"]
     return (
-        f"A step took {total:.2f} s; most of it was {NAMES[longest]} "
-        f"({whole_percent(share)}). The trainer was idle, waiting for groups, "
-        f"{whole_percent(idle_share(rows))} of the time (steady state: "
-        f"{sum(row.steady for row in rows)} of {len(rows)} steps)."
+        f"{headline(rows)}. Publishing and checkpoints took {plot.spoken(apart)} apart from it. "
+        f"The trainer was idle, waiting for groups, {whole_percent(idle_share(rows))} of the time "
+        f"(steady state: n = {sum(row.steady for row in rows)} of {len(rows)} steps)."
     )
 
 
 def _strip(axes: Axes, rows: Sequence[Row]) -> None:
-    steps = [row.step for row in rows]
-    edges = [*(step - 0.5 for step in steps), steps[-1] + 0.5]
-    bottom = [0.0] * len(rows)
-    for part in PARTS:
-        top = [low + parts(row)[part] for low, row in zip(bottom, rows, strict=True)]
-        axes.stairs(top, edges, baseline=bottom, fill=True, color=COLOURS[part], linewidth=0)
-        bottom = top
-    axes.set_title("Step by step")
+    edges = [*(row.step - 0.5 for row in rows), rows[-1].step + 0.5]
+    mean = means(rows)
+    layers = [
+        (NAMES[part], COLOURS[part], [float(getattr(row, part)) for row in rows])
+        for part in PARTS
+        if mean[part] > 0
+    ]
+    plot.stack(axes, edges, layers)
     axes.set_xlabel("step")
     axes.set_ylabel("seconds")
-    axes.set_xlim(edges[0], edges[-1])
-    axes.set_ylim(bottom=0)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(visible=False, axis="x")
 
 
 FIGURE = Figure(

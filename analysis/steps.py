@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import median
 
 from agentrl import events
+from analysis.run_files import Run
+
+Mark = events.Step | events.CheckpointEvent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,7 +24,32 @@ class Lineage:
     """Steps that a crash undid."""
 
 
-def lineage(found: Sequence[events.AnyEvent]) -> Lineage:
+def of_run(run: Run) -> Lineage:
+    """Return the lineage of a run's steps."""
+    marks: list[Mark] = [*run.of(events.CheckpointEvent), *run.of(events.Step)]
+    return lineage(sorted(marks, key=lambda mark: mark.end or mark.start))
+
+
+def steady_from(run: Run) -> float:
+    """Return the time when the steady state began: the start of the first step that counts."""
+    line = of_run(run)
+    counted = [
+        step.start
+        for step, counts in zip(line.steps, steady(line.steps, line.resumes), strict=True)
+        if counts
+    ]
+    return min(counted, default=-inf) if len(line.steps) >= 5 else -inf
+
+
+def groups_per_step(run: Run) -> int:
+    """Return how many draws a step took: as its events say, else as the config does, else 1."""
+    told = [step.metrics["groups"] for step in run.of(events.Step) if step.metrics.get("groups")]
+    if told:
+        return round(median(told))
+    return run.config.training.groups_per_step if run.config else 1
+
+
+def lineage(found: Sequence[Mark]) -> Lineage:
     """Follow `found`, ordered by end, through every resume."""
     kept: list[events.Step] = []
     resumes: list[int] = []
@@ -35,7 +65,7 @@ def lineage(found: Sequence[events.AnyEvent]) -> Lineage:
     return Lineage(steps=tuple(kept), resumes=tuple(sorted(set(resumes))), superseded=undone)
 
 
-def _goes_back_to(event: events.AnyEvent, kept: Sequence[events.Step]) -> int | None:
+def _goes_back_to(event: Mark, kept: Sequence[events.Step]) -> int | None:
     """Return the step that training resumes from with this event, if it does."""
     if isinstance(event, events.CheckpointEvent) and event.phase == "loaded" and event.step > 0:
         return event.step

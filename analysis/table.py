@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from io import StringIO
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from agentrl.handoff.publish import publish_bytes
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def write_csv(rows: Sequence[DataclassInstance], path: Path) -> None:
-    """Write `rows`, all of one kind; no row gives an empty file."""
+def as_csv(rows: Sequence[DataclassInstance]) -> bytes:
+    """Return `rows`, all of one kind, as CSV; no row gives no byte."""
     out = StringIO()
     if rows:
-        writer = csv.DictWriter(out, [item.name for item in fields(rows[0])], lineterminator="\n")
+        names = [item.name for item in fields(rows[0])]
+        writer = csv.DictWriter(out, names, lineterminator="\n")
         writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-    publish_bytes(path, out.getvalue().encode())
+        writer.writerows({name: getattr(row, name) for name in names} for row in rows)
+    return out.getvalue().encode()
 
 
 def whole_percent(share: float) -> str:

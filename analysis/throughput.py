@@ -1,10 +1,13 @@
 """Figure: how much work the run did at a time.
 
 Time is cut into equal bins. Trajectories an hour: those that ended in the bin ÷ its length.
-Concurrent: mean number of trajectories under way. Engine busy share and tokens a second: growth
-of `busy_s` and `generated_tokens` between load samples of one engine, over the time between
-them, spread over the bins that they cover; busy is the mean over engines. A counter that
-falls is an engine that began anew. The idle share is 1 − Σ busy ÷ Σ time sampled.
+Concurrent: mean number of trajectories under way. Model-call latency: median and 95th percentile
+of the calls that ended in the bin. Engine busy share and tokens a second: growth of `busy_s` and
+`generated_tokens` between load samples of one engine, over the time between them, spread over the
+bins that they cover; busy is the mean over engines. A counter that falls is an engine that began
+anew. The idle share is 1 − Σ busy ÷ Σ time sampled. Without load samples, tokens a second are those
+of `engine_metrics`, or of the model calls. Running, queued and KV use: means of the engines'
+samples (`engine_metrics`, else load samples) in the bin, all engines added up; KV use is averaged.
 """
 
 from __future__ import annotations
@@ -15,14 +18,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import StrMethodFormatter
 
 from agentrl import events
 from analysis import plot
+from analysis.columns import numbers
 from analysis.figure import Figure
+from analysis.memo import remembered
 from analysis.run_files import Run
+from analysis.spans import Floats
 from analysis.table import whole_percent
 
 BINS = 60
@@ -30,7 +38,7 @@ BINS = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One bin of time."""
+    """One bin of time; what no event tells is NaN."""
 
     minutes: float
     """Middle of the bin since the first trajectory's start."""
@@ -39,12 +47,23 @@ class Row:
     trajectories: int
     """Ended in the bin."""
     concurrent: float
+    calls: int
+    """Model calls that ended in the bin."""
+    latency_p50: float
+    """Of those calls, seconds."""
+    latency_p95: float
     busy_s: float
     """Engine-seconds of computing; NaN without load samples."""
     sampled_s: float
     """Engine-seconds that load samples cover."""
     tokens: float
-    """Sampled by the engines; NaN without load samples."""
+    """Sampled by the engines."""
+    running: float
+    """Requests that the engines decode, mean."""
+    queued: float
+    """Requests that wait in the engines, mean."""
+    kv_use: float
+    """Share of the KV cache in use, mean over engines."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,42 +76,74 @@ class Interval:
     tokens: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bins:
+    """Equal pieces of the time from the first trajectory's start to the last one's end."""
+
+    first: float
+    width: float
+
+    def place(self, at: Floats) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return the bin of each time; times outside fall into the bins at the ends."""
+        return np.clip((at - self.first) // self.width, 0, BINS - 1).astype(np.int64)
+
+    def spread(self, start: Floats, end: Floats, amount: Floats) -> Floats:
+        """Share out each amount over the bins in proportion to overlap."""
+        lasting = end > start
+        low, high = start[lasting] - self.first, end[lasting] - self.first
+        rate = amount[lasting] / (high - low)
+        edges: Floats = np.arange(BINS + 1, dtype=np.float64) * self.width
+        return np.asarray(np.diff(_ramp(edges, low, rate) - _ramp(edges, high, rate)))
+
+    def mean(self, at: Floats, value: Floats) -> Floats:
+        """Return the mean of the values in each bin; NaN in an empty one."""
+        place = self.place(at)
+        many = np.bincount(place, minlength=BINS)
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.bincount(place, value, minlength=BINS) / many)
+
+
+@remembered
 def table(run: Run) -> list[Row]:
-    done = run.of(events.TrajectoryEvent)
-    if not done:
+    done = run.store.table(events.TrajectoryEvent)
+    if not len(done):
         return []
-    first = min(event.start for event in done)
-    width = max(1.0, max(event.end for event in done) - first) / BINS
-    under_way = _spread(((event.start, event.end, event.seconds) for event in done), first, width)
-    loads = list(intervals(run.of(events.EngineState)))
-    covered = _spread(((x.start, x.end, x.end - x.start) for x in loads), first, width)
-    busy = _spread(((x.start, x.end, x.busy_s) for x in loads), first, width)
-    tokens = _spread(((x.start, x.end, x.tokens) for x in loads), first, width)
-    ended = [0] * BINS
-    for event in done:
-        ended[min(BINS - 1, int((event.end - first) / width))] += 1
+    start, end = numbers(done, "start"), numbers(done, "end")
+    first = float(start.min())
+    bins = Bins(first=first, width=max(1.0, float(end.max()) - first) / BINS)
+    under_way = bins.spread(start, end, end - start)
+    ended = np.bincount(bins.place(end), minlength=BINS)
+    calls = _calls(run, bins)
+    loads = _loads(run, bins)
+    tokens = np.where(np.isnan(loads["tokens"]), calls["tokens"], loads["tokens"])
     return [
         Row(
-            minutes=(i + 0.5) * width / 60,
-            seconds=width,
-            trajectories=ended[i],
-            concurrent=under_way[i] / width,
-            busy_s=busy[i] if covered[i] else nan,
-            sampled_s=covered[i],
-            tokens=tokens[i] if covered[i] else nan,
+            minutes=(i + 0.5) * bins.width / 60,
+            seconds=bins.width,
+            trajectories=int(ended[i]),
+            concurrent=float(under_way[i] / bins.width),
+            calls=int(calls["calls"][i]),
+            latency_p50=float(calls["p50"][i]),
+            latency_p95=float(calls["p95"][i]),
+            busy_s=float(loads["busy_s"][i]),
+            sampled_s=float(loads["sampled_s"][i]),
+            tokens=float(tokens[i]),
+            running=float(loads["running"][i]),
+            queued=float(loads["waiting"][i]),
+            kv_use=float(loads["kv_use"][i]),
         )
         for i in range(BINS)
     ]
 
 
 def intervals(states: Sequence[events.EngineState]) -> Iterator[Interval]:
-    """Yield what each engine did between one load sample and its next."""
-    samples: dict[str, list[events.EngineState]] = defaultdict(list)
+    """Yield what each engine did between its load samples, where its counters grew."""
+    by_engine: dict[str, list[events.EngineState]] = defaultdict(list)
     for state in states:
         if state.state == "load":
-            samples[state.engine].append(state)
-    for of_engine in samples.values():
-        for old, new in pairwise(of_engine):
+            by_engine[state.engine].append(state)
+    for samples in by_engine.values():
+        for old, new in pairwise(samples):
             start, end = _at(old), _at(new)
             began_anew = new.busy_s < old.busy_s or new.generated_tokens < old.generated_tokens
             if end > start and not began_anew:
@@ -111,50 +162,151 @@ def per_hour(rows: Sequence[Row]) -> float:
 
 def idle_share(rows: Sequence[Row]) -> float:
     """Return the share of their time that engines computed nothing; NaN if unknown."""
-    known = [row for row in rows if row.sampled_s]
+    known = [row for row in rows if row.sampled_s and row.busy_s == row.busy_s]
     sampled = sum(row.sampled_s for row in known)
     return 1 - sum(row.busy_s for row in known) / sampled if sampled else nan
 
 
 def tokens_per_s(rows: Sequence[Row]) -> float:
-    """Return sampled tokens a second over the bins with load samples; NaN if there are none."""
-    known = [row for row in rows if row.sampled_s]
+    """Return sampled tokens a second over the bins that tell of them; NaN if none does."""
+    known = [row for row in rows if row.tokens == row.tokens]
     seconds = sum(row.seconds for row in known)
     return sum(row.tokens for row in known) / seconds if seconds else nan
 
 
+def latency(rows: Sequence[Row]) -> float:
+    """Return the typical model call's seconds: the mean over calls of their bin's median."""
+    known = [row for row in rows if row.calls]
+    calls = sum(row.calls for row in known)
+    return sum(row.latency_p50 * row.calls for row in known) / calls if calls else nan
+
+
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    figure, all_axes = plot.grid(4, narrow=narrow)
-    panels = (
+    panels = [
         ("Trajectories an hour", "ended, 1/h", [3600 * r.trajectories / r.seconds for r in rows]),
         ("Concurrent trajectories", "under way, mean", [r.concurrent for r in rows]),
+        ("Model-call latency", "seconds, median", [r.latency_p50 for r in rows]),
+        ("Sampled tokens", "tokens/s", [r.tokens / r.seconds for r in rows]),
         ("Engines busy", "% of their time", [_busy_percent(r) for r in rows]),
-        ("Engine throughput", "sampled tokens/s", [r.tokens / r.seconds for r in rows]),
-    )
+        ("Running and queued", "requests, mean", [r.running for r in rows]),
+        ("KV cache in use", "%, mean of engines", [100 * r.kv_use for r in rows]),
+    ]
+    panels = [panel for panel in panels if any(value == value for value in panel[2])]
+    figure, all_axes = plot.grid(len(panels), narrow=narrow, height_in=1.9)
     for axes, (title, unit, values) in zip(all_axes, panels, strict=True):
         axes.set_title(title)
         axes.set_ylabel(unit)
         _area(axes, rows, values)
-    all_axes[2].set_ylim(0, 100)
+        if title == "Model-call latency":
+            _second(axes, rows, [r.latency_p95 for r in rows], "95th percentile")
+        if title == "Running and queued":
+            _second(axes, rows, [r.queued for r in rows], "queued")
+        if unit.startswith("%"):
+            axes.set_ylim(0, 100)
     for axes in all_axes[-1:] if narrow else all_axes[-2:]:
         axes.set_xlabel("minutes since the first trajectory")
-    plot.save(figure, path, png=not narrow)
+    plot.save(figure, path, headline(rows), png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    concurrent = sum(row.concurrent for row in rows) / len(rows)
+    return f"{per_hour(rows):,.0f} trajectories an hour, {concurrent:,.0f} under way on average"
 
 
 def finding(rows: Sequence[Row]) -> str:
-    many = sum(row.trajectories for row in rows)
-    idle = idle_share(rows)
+    idle, rate, wait = idle_share(rows), tokens_per_s(rows), latency(rows)
+    sampled = f" {rate:,.0f} tokens a second were sampled." if rate == rate else ""
+    waited = f" A model call took {plot.spoken(wait)} (median)." if wait == wait else ""
     engines = (
-        f"Engines were idle {whole_percent(idle)} of the time and sampled "
-        f"{tokens_per_s(rows):,.0f} tokens a second."
+        f" Engines were idle {whole_percent(idle)} of the time."
         if idle == idle
-        else "Engines wrote no load samples, so their idle share is unknown."
+        else " Engines wrote no load samples, so their idle share is unknown."
     )
-    return (
-        f"{many:,} trajectories ended, {per_hour(rows):,.0f} an hour, with "
-        f"{sum(row.concurrent for row in rows) / len(rows):.0f} under way on average. {engines}"
+    many = sum(row.trajectories for row in rows)
+    return f"{headline(rows)} (n = {many:,}).{engines}{sampled}{waited}"
+
+
+def _ramp(edges: Floats, begin: Floats, rate: Floats) -> Floats:
+    """Return Σ rate × (edge − begin) over what has begun, for each edge."""
+    order = np.argsort(begin)
+    rates = np.concatenate([[0.0], np.cumsum(rate[order])])
+    moments = np.concatenate([[0.0], np.cumsum((rate * begin)[order])])
+    place = np.searchsorted(begin[order], edges)
+    return np.asarray(edges * rates[place] - moments[place])
+
+
+def _calls(run: Run, bins: Bins) -> dict[str, Floats]:
+    calls = run.store.table(events.ModelCall)
+    found = {name: np.full(BINS, nan) for name in ("p50", "p95", "tokens")}
+    found["calls"] = np.zeros(BINS)
+    if not len(calls):
+        return found
+    start, end = numbers(calls, "start"), numbers(calls, "end")
+    place = bins.place(end)
+    found["calls"] = np.bincount(place, minlength=BINS).astype(np.float64)
+    found["tokens"] = bins.spread(start, end, numbers(calls, "new_tokens"))
+    order = np.argsort(place, kind="stable")
+    cuts = np.cumsum(found["calls"]).astype(np.int64)[:-1]
+    for i, some in enumerate(np.split((end - start)[order], cuts)):
+        if len(some):
+            found["p50"][i], found["p95"][i] = np.quantile(some, (0.5, 0.95))
+    return found
+
+
+def _loads(run: Run, bins: Bins) -> dict[str, Floats]:
+    found = _grown(list(intervals(run.of(events.EngineState))), bins)
+    samples = [_sample(state) for state in run.of(events.EngineState) if state.state == "load"]
+    metrics = run.of(events.EngineMetrics)
+    told = [_Sample(_at(m), m.engine, m.running, m.queued, m.token_usage) for m in metrics]
+    with_metrics = {sample.engine for sample in told}
+    told += [sample for sample in samples if sample.engine not in with_metrics]
+    if metrics and np.isnan(found["tokens"]).all():
+        found["tokens"] = _rates(metrics, bins)
+    engines = len({sample.engine for sample in told})
+    at = np.array([sample.at for sample in told], np.float64)
+    for name, times in (("running", engines), ("waiting", engines), ("kv_use", 1)):
+        value = np.array([getattr(sample, name) for sample in told], np.float64)
+        known = value == value
+        found[name] = bins.mean(at[known], value[known]) * times
+    return found
+
+
+class _Sample(NamedTuple):
+    at: float
+    engine: str
+    running: float
+    waiting: float
+    kv_use: float
+
+
+def _sample(state: events.EngineState) -> _Sample:
+    return _Sample(_at(state), state.engine, state.running, state.waiting, nan)
+
+
+def _grown(grown: Sequence[Interval], bins: Bins) -> dict[str, Floats]:
+    start, end, busy, tokens = (
+        np.array([getattr(each, name) for each in grown], np.float64)
+        for name in ("start", "end", "busy_s", "tokens")
     )
+    covered = bins.spread(start, end, end - start)
+    found = {"sampled_s": covered}
+    for name, amount in (("busy_s", busy), ("tokens", tokens)):
+        known = (covered > 1e-9) & bool(amount.any())
+        found[name] = np.where(known, bins.spread(start, end, amount), nan)
+    return found
+
+
+def _rates(metrics: Sequence[events.EngineMetrics], bins: Bins) -> Floats:
+    """Return tokens a bin from the rates that engines report, each until its next report."""
+    by_engine: dict[str, list[events.EngineMetrics]] = defaultdict(list)
+    for each in metrics:
+        by_engine[each.engine].append(each)
+    pairs = [pair for some in by_engine.values() for pair in pairwise(some)]
+    start = np.array([_at(old) for old, _ in pairs], np.float64)
+    end = np.array([_at(new) for _, new in pairs], np.float64)
+    rate = np.array([new.throughput for _, new in pairs], np.float64)
+    return bins.spread(start, end, rate * (end - start))
 
 
 def _at(event: events.Event) -> float:
@@ -165,32 +317,30 @@ def _busy_percent(row: Row) -> float:
     return 100 * row.busy_s / row.sampled_s if row.sampled_s else nan
 
 
-def _spread(spans: Iterator[tuple[float, float, float]], first: float, width: float) -> list[float]:
-    """Share out each (start, end, amount) over the bins in proportion to overlap."""
-    bins = [0.0] * BINS
-    for start, end, amount in spans:
-        if end <= start:
-            continue
-        low = max(0, int((start - first) / width))
-        high = min(BINS - 1, int((end - first) / width))
-        for i in range(low, high + 1):
-            left, right = first + i * width, first + (i + 1) * width
-            bins[i] += amount * max(0.0, min(end, right) - max(start, left)) / (end - start)
-    return bins
-
-
 def _area(axes: Axes, rows: Sequence[Row], values: Sequence[float]) -> None:
     known = [value for value in values if value == value]
-    if not known:
-        plot.say_nothing(axes, "no load samples in this run")
-        return
     minutes = [row.minutes for row in rows]
-    colour = plot.MODEL_COLOURS["rl"]
-    axes.fill_between(minutes, values, step="mid", color=colour, alpha=0.25, linewidth=0)
-    axes.plot(minutes, values, drawstyle="steps-mid", color=colour, linewidth=1.4)
+    axes.fill_between(minutes, values, step="mid", color=plot.SKY, alpha=0.6, linewidth=0)
+    axes.plot(minutes, values, drawstyle="steps-mid", color=plot.NAVY, linewidth=1.4)
     axes.set_xlim(0, minutes[-1] + rows[-1].seconds / 120)
     axes.set_ylim(0, max(known) * 1.1 or 1)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}" if max(known) >= 10 else "{x:g}"))
+
+
+def _second(axes: Axes, rows: Sequence[Row], values: Sequence[float], name: str) -> None:
+    minutes = [row.minutes for row in rows]
+    axes.plot(
+        minutes,
+        values,
+        drawstyle="steps-mid",
+        color=plot.MAIN,
+        linewidth=1.1,
+        linestyle=(0, (4, 2)),
+        label=name,
+    )
+    known = [value for value in values if value == value]
+    axes.set_ylim(top=max(axes.get_ylim()[1], max(known, default=0) * 1.1))
+    axes.legend(loc="upper right")
 
 
 FIGURE = Figure(

@@ -1,4 +1,8 @@
-"""Figure: how the policy and the optimizer moved, step by step."""
+"""Figure: how the policy and the optimizer moved, step by step.
+
+Dots are steps, lines the mean of a step and up to nine before it. Dashed lines mark resumes. A
+value far out of the bulk (`plot.keep_in_view`) stands as a triangle at the edge with its number.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ from matplotlib.ticker import MaxNLocator
 from agentrl.events import Step
 from analysis import plot
 from analysis.figure import Figure
+from analysis.memo import remembered
 from analysis.run_files import Run
-from analysis.steps import lineage
+from analysis.steps import of_run
 
 WINDOW = 10
 """Steps of the running mean."""
@@ -60,9 +65,10 @@ PANELS = (
 )
 
 
+@remembered
 def table(run: Run) -> list[Row]:
     """Return a row for each step that led to the newest weights."""
-    line = lineage(run.events)
+    line = of_run(run)
     after = {step + 1 for step in line.resumes}
     return [_row(step, is_resumed=step.step in after) for step in line.steps]
 
@@ -78,7 +84,13 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     all_axes[-1].set_xlabel("step")
     if not narrow:
         all_axes[-2].set_xlabel("step")
-    plot.save(figure, path, png=not narrow)
+    plot.save(figure, path, headline(rows), png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    many = min(WINDOW, len(rows))
+    first, last = _mean(rows[:many], "reward"), _mean(rows[-many:], "reward")
+    return _told("Mean reward", first, last)
 
 
 def finding(rows: Sequence[Row]) -> str:
@@ -91,7 +103,7 @@ def finding(rows: Sequence[Row]) -> str:
     resumes = sum(row.resumed for row in rows)
     marks = f" Dashed lines mark {resumes} resume{'s' * (resumes != 1)}." if resumes else ""
     return (
-        f"{' and '.join(parts)} (first and last {many} of {len(rows)} steps). "
+        f"{' and '.join(parts)} (first and last {many} of n = {len(rows)} steps). "
         f"Dots are steps, lines running means over {WINDOW}.{marks}"
     )
 
@@ -105,20 +117,16 @@ def _row(step: Step, *, is_resumed: bool) -> Row:
 
 def _curve(axes: Axes, rows: Sequence[Row], name: str) -> None:
     known = [(row.step, value) for row in rows if (value := getattr(row, name)) == value]
-    for row in rows:
-        if row.resumed:
-            axes.axvline(row.step - 0.5, color=plot.MUTED, linewidth=1, linestyle=(0, (4, 3)))
+    plot.gap_marks(axes, [row.step - 0.5 for row in rows if row.resumed])
     if not known:
         plot.say_nothing(axes, "not logged by this run")
         return
     steps, values = zip(*known, strict=True)
-    colour = plot.MODEL_COLOURS["rl"]
-    axes.plot(steps, values, ".", color=colour, alpha=0.45, markersize=4.5, markeredgewidth=0)
-    axes.plot(steps, plot.running_mean(values, WINDOW), color=colour, linewidth=1.8)
+    axes.plot(steps, values, ".", color=plot.NAVY, alpha=0.5, markersize=4.5, markeredgewidth=0)
+    axes.plot(steps, plot.running_mean(values, WINDOW), color=plot.MAIN, linewidth=1.8)
     axes.set_xlim(rows[0].step - 1, rows[-1].step + 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    if min(values) >= 0:
-        axes.set_ylim(bottom=0, top=max(values) * 1.08 or 1)
+    plot.keep_in_view(axes, steps, values)
 
 
 def _told(name: str, first: float, last: float) -> str:

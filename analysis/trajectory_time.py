@@ -1,23 +1,28 @@
 """Figure: where the time of one trajectory goes.
 
-A phase is the sum of its spans that carry the trajectory's id; a sandbox's span begins with its
-queueing, which is taken out of it. Other is what is left of the trajectory's own span. Only graded
-trajectories count.
+With S(p, i) the seconds of trajectory i's spans of phase p (model calls, commands, set-up, sandbox
+start, grading), each number is the mean over the graded trajectories i that began in the steady
+state: m(p) = Σᵢ S(p, i) ÷ n. A sandbox's span begins with its queueing, which is a phase of its
+own. Other is what the phases leave of the trajectory's own span. Shares are m(p) ÷ Σ m.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from agentrl import events
 from analysis import plot
+from analysis.columns import numbers
 from analysis.figure import Figure
+from analysis.memo import remembered
 from analysis.run_files import Run
+from analysis.spans import Floats, Owners, owners_of
+from analysis.steps import steady_from
 from analysis.table import whole_percent
 
 PHASES = ("queued", "setup", "sandbox_start", "model", "command", "grade", "other")
@@ -30,22 +35,19 @@ NAMES = {
     "grade": "grading",
     "other": "other",
 }
-COLOURS = {
-    "queued": plot.GREY,
-    "setup": plot.GOLD,
-    "sandbox_start": plot.BLUE,
-    "model": plot.ORANGE,
-    "command": plot.GREEN,
-    "grade": plot.PURPLE,
-    "other": plot.PINK,
-}
-Span = events.Setup | events.SandboxStart | events.ModelCall | events.ToolCall | events.Grade
-SPANS: dict[type[events.Event], str] = {
-    events.Setup: "setup",
-    events.SandboxStart: "sandbox_start",
-    events.ModelCall: "model",
-    events.ToolCall: "command",
-    events.Grade: "grade",
+COLOURS = dict(
+    zip(
+        PHASES,
+        (plot.GREY, plot.NAVY, plot.SKY, plot.ORANGE, plot.GREEN, plot.PURPLE, plot.PINK),
+        strict=True,
+    )
+)
+SPANS: dict[str, type[events.Event]] = {
+    "setup": events.Setup,
+    "sandbox_start": events.SandboxStart,
+    "model": events.ModelCall,
+    "command": events.ToolCall,
+    "grade": events.Grade,
 }
 
 
@@ -54,6 +56,9 @@ class Row:
     """One graded trajectory, seconds."""
 
     trajectory: str
+    backend: str
+    """Of its sandbox; empty if no start was recorded."""
+    steady: bool
     turns: int
     queued: float
     setup: float
@@ -73,28 +78,45 @@ def parts(row: Row) -> dict[str, float]:
     return {phase: float(getattr(row, phase)) for phase in PHASES}
 
 
+@remembered
 def table(run: Run) -> list[Row]:
-    spent: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(PHASES, 0.0))
-    for event in run.events:
-        if isinstance(event, Span):
-            phases = spent[event.trajectory]
-            phases[SPANS[type(event)]] += event.seconds
-            if isinstance(event, events.SandboxStart):
-                phases["queued"] += event.queued_s
-                phases["sandbox_start"] -= event.queued_s
+    owners = owners_of(run)
+    phases, backends = _phases(owners)
+    begin = steady_from(run)
     rows = []
-    for done in run.of(events.TrajectoryEvent):
+    for i, done in enumerate(run.of(events.TrajectoryEvent)):
         if done.reward is None:
             continue
-        phases = spent[done.trajectory]
-        phases["other"] = max(0.0, done.seconds - sum(phases.values()))
-        rows.append(Row(trajectory=done.trajectory, turns=done.turns, **phases))
+        spent = {phase: float(sums[i]) for phase, sums in phases.items()}
+        rows.append(
+            Row(
+                trajectory=done.trajectory,
+                backend=backends[i],
+                steady=done.start >= begin,
+                turns=done.turns,
+                other=max(0.0, done.seconds - sum(spent.values())),
+                **spent,
+            )
+        )
     return rows
+
+
+def counted(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows of the steady state; all of them if there is none."""
+    return [row for row in rows if row.steady] or list(rows)
 
 
 def means(rows: Sequence[Row]) -> dict[str, float]:
     """Return the mean seconds of each phase."""
-    return {phase: sum(parts(row)[phase] for row in rows) / len(rows) for phase in PHASES}
+    some = counted(rows)
+    return {phase: sum(float(getattr(row, phase)) for row in some) / len(some) for phase in PHASES}
+
+
+def shares(rows: Sequence[Row]) -> dict[str, float]:
+    """Return each phase's share of the mean trajectory."""
+    mean = means(rows)
+    whole = sum(mean.values()) or 1.0
+    return {phase: seconds / whole for phase, seconds in mean.items()}
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -105,43 +127,63 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    figure, (bars, spread) = plot.grid(2, narrow=narrow, height_in=2.6)
+    figure, (left, right) = plot.grid(2, narrow=narrow, height_in=2.6)
     mean = means(rows)
     shown = [phase for phase in PHASES if mean[phase] > 0]
-    plot.labelled_bars(
-        bars,
+    plot.time_bars(
+        left,
         [NAMES[phase] for phase in shown],
         [mean[phase] for phase in shown],
         [COLOURS[phase] for phase in shown],
     )
-    bars.set_title(f"Mean of a trajectory: {sum(mean.values()):.2f} s")
-    _spread(spread, rows)
-    plot.save(figure, path, png=not narrow)
+    left.set_title(f"Mean of {len(counted(rows)):,} trajectories")
+    _spread(right, [row.total for row in counted(rows)])
+    plot.save(figure, path, headline(rows), png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    share = shares(rows)
+    longest = max(share, key=lambda phase: share[phase])
+    return f"{whole_percent(share[longest])} of a trajectory's time was {NAMES[longest]}"
 
 
 def finding(rows: Sequence[Row]) -> str:
-    mean = means(rows)
-    total = sum(mean.values())
-    longest = max(mean, key=lambda phase: mean[phase])
-    share = mean[longest] / total if total else 0.0
-    totals = [row.total for row in rows]
+    some = counted(rows)
+    totals = [row.total for row in some]
     return (
-        f"A trajectory took {total:.2f} s on average ({len(rows)} graded ones; median "
-        f"{quantile(totals, 0.5):.2f} s, 99th percentile {quantile(totals, 0.99):.2f} s); most "
-        f"of it was {NAMES[longest]} ({whole_percent(share)})."
+        f"{headline(rows)}. A trajectory took {plot.spoken(sum(means(rows).values()))} on average "
+        f"(median {plot.spoken(quantile(totals, 0.5))}, 99th percentile "
+        f"{plot.spoken(quantile(totals, 0.99))}; n = {len(some):,} graded ones of the steady "
+        f"state, of {len(rows):,} in all)."
     )
 
 
-def _spread(axes: Axes, rows: Sequence[Row]) -> None:
-    totals = [row.total for row in rows]
+def _phases(owners: Owners) -> tuple[dict[str, Floats], list[str]]:
+    sums: dict[str, Floats] = {}
+    backends = [""] * owners.count
+    for phase, kind in SPANS.items():
+        spans = owners.spans(kind)
+        sums[phase] = owners.sums(spans, spans.seconds)
+        if phase == "sandbox_start":
+            queued = numbers(spans.table, "queued_s")
+            sums["queued"] = owners.sums(spans, queued)
+            sums[phase] = np.maximum(0.0, sums[phase] - sums["queued"])
+            names = spans.table.column("backend").to_pylist()
+            for owner, name in zip(spans.owner.tolist(), names, strict=True):
+                if owner >= 0:
+                    backends[owner] = name
+    return {phase: sums[phase] for phase in PHASES if phase != "other"}, backends
+
+
+def _spread(axes: Axes, totals: Sequence[float]) -> None:
     bins = min(40, max(5, len(totals) // 10))
-    axes.hist(totals, bins=bins, color=plot.MODEL_COLOURS["rl"], histtype="stepfilled")
+    axes.hist(totals, bins=bins, color=plot.SKY, edgecolor=plot.NAVY, linewidth=0.5)
     axes.set_xlim(0, max(*totals, 1.5 * quantile(totals, 0.99)))
     for share, height in ((0.5, 0.99), (0.99, 0.86)):
         place = quantile(totals, share)
         axes.axvline(place, color=plot.INK, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
-            f"{100 * share:.0f} % under {place:.1f} s",
+            f"{100 * share:.0f} % under {plot.spoken(place)}",
             (place, height),
             xycoords=("data", "axes fraction"),
             xytext=(4, 0),

@@ -1,8 +1,9 @@
-"""`agentrl report RUN…`: write the page with plots of one run, or of several side by side."""
+"""`agentrl report RUN…`: write the page, figures and numbers of runs, or of other stacks' logs."""
 
 from __future__ import annotations
 
 import sys
+import webbrowser
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,15 +11,30 @@ from launch.command import guard, parser, say
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the page and print its path."""
-    arguments = parser("report", __doc__)
+    """Write the page and print its path; with --json print the numbers instead."""
+    arguments = parser("report", __doc__ or "")
     arguments.add_argument(
         "runs", metavar="RUN", nargs="+", help="run directory, such as runs/demo"
     )
+    arguments.add_argument(
+        "--compare", action="store_true", help="lead with a comparison of the two runs named"
+    )
+    arguments.add_argument(
+        "--since", default="", metavar="TIME", help="2026-11-30T01:00, or 90m after the begin"
+    )
+    arguments.add_argument("--until", default="", metavar="TIME", help="likewise")
+    arguments.add_argument("--open", action="store_true", help="open the page in a browser")
+    arguments.add_argument("--json", action="store_true", help="print the numbers as JSON")
     given = arguments.parse_args(argv)
     from analysis.report import write_report
+    from analysis.window import Window
 
-    say(str(write_report([Path(run) for run in given.runs])))
+    window = Window(since=given.since, until=given.until) if given.since or given.until else None
+    runs = [Path(run) for run in given.runs]
+    written = write_report(runs, window=window, is_compared=given.compare)
+    say(written.summary.read_text().rstrip() if given.json else str(written.page))
+    if given.open and not webbrowser.open(written.page.resolve().as_uri()):
+        say("no browser was found; open the page by hand")
     return 0
 
 

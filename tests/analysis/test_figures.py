@@ -13,20 +13,27 @@ from made_run import BEGIN, Made, make_run, write_summary
 
 from agentrl import events
 from analysis import (
+    cap_replay,
     faults,
+    gpu_hours,
+    long_tail,
+    sandbox_time,
     sft_loss,
+    solve_groups,
     solve_rate,
     step_time,
     throughput,
     training_curves,
     trajectory_time,
+    what_now,
 )
 from analysis.run_files import load_run
 
 FIGURES = [
     module.FIGURE
     for module in (
-        faults, sft_loss, solve_rate, step_time, throughput, training_curves, trajectory_time,
+        cap_replay, faults, gpu_hours, long_tail, sandbox_time, sft_loss, solve_groups, solve_rate,
+        step_time, throughput, training_curves, trajectory_time, what_now,
     )
 ]  # fmt: skip
 
@@ -85,7 +92,8 @@ def test_other_time_of_a_step_is_what_its_parts_leave(tmp_path: Path) -> None:
         publish_s=0.5, checkpoint_s=0.5,
     )  # fmt: skip
     (row,) = step_time.table(load_run(write(tmp_path, step)))
-    assert (row.wait, row.update, row.other, row.total) == (4, 3, 1, 10)
+    assert (row.wait, row.update, row.other, row.total) == (4, 3, 1, 9)
+    assert (row.publish, row.checkpoint) == (0.5, 0.5)
     assert step_time.idle_share([row]) == 0.4
     assert "40 % of the time" in step_time.finding([row])
 
@@ -165,6 +173,8 @@ def test_losses_are_counted_by_kind_and_cause(tmp_path: Path) -> None:
         ("lost trajectory", "engine_lost"): 2,
         ("engine fault", "exit"): 1,
         ("drop", "group: stale"): 3,
+        ("false zero", "rewards"): 2,
+        ("false zero", "groups"): 1,
     }
 
 
@@ -205,4 +215,4 @@ def test_a_figure_runs_alone(made: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "launch attempt" in done.stdout
     with (made / "report" / "faults.csv").open() as file:
-        assert {"kind", "cause", "count", "detail"} == set(next(csv.DictReader(file)))
+        assert {"kind", "cause", "count", "hour", "detail"} == set(next(csv.DictReader(file)))

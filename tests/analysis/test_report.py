@@ -43,7 +43,7 @@ def parse(page: Path) -> Names:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "demo"
-    return write_report([make_run(folder, Made(steps=12, resume_at=6, hostile=HOSTILE))])
+    return write_report([make_run(folder, Made(steps=12, resume_at=6, hostile=HOSTILE))]).page
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_hostile_causes_and_reasons_are_escaped_everywhere(tmp_path: Path) -> No
     writer.write(events.Drop(what=HOSTILE, reason=HOSTILE))
     writer.write(events.EngineFault(engine=HOSTILE, cause=HOSTILE, detail=HOSTILE))
     writer.close()
-    text = write_report([tmp_path]).read_text()
+    text = write_report([tmp_path]).page.read_text()
     assert "<script" not in text
     assert "script" not in parse(tmp_path / "report" / "index.html").tags
 
@@ -100,7 +100,7 @@ def test_the_page_follows_light_and_dark_and_narrow_screens(page: Path) -> None:
 
 
 def test_an_empty_run_gives_a_page_that_says_what_is_missing(tmp_path: Path) -> None:
-    text = write_report([tmp_path]).read_text()
+    text = write_report([tmp_path]).page.read_text()
     for words in ("Missing or unreadable", "No optimizer step was recorded", "pass@1 is unknown"):
         assert words in text
 
@@ -109,7 +109,7 @@ def test_a_run_that_was_only_fine_tuned_gives_a_page(tmp_path: Path) -> None:
     from random import Random
 
     write_sft(tmp_path, Random(0))
-    text = write_report([tmp_path]).read_text()
+    text = write_report([tmp_path]).page.read_text()
     assert "It was fine-tuned only" in text
     assert "No trajectory was recorded" in text
 
@@ -119,7 +119,7 @@ def test_torn_events_are_counted_on_the_page(tmp_path: Path) -> None:
     make_run(tmp_path / "demo", Made(steps=3, resume_at=0))
     for path in (tmp_path / "demo" / "events").iterdir():
         tear(path)
-    text = write_report([tmp_path / "demo"]).read_text()
+    text = write_report([tmp_path / "demo"]).page.read_text()
     assert "torn last line" in text
     assert "2 unreadable event lines" in text
 
@@ -128,7 +128,7 @@ def test_several_runs_stand_on_one_page(tmp_path: Path) -> None:
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    text = write_report(folders).read_text()
+    text = write_report(folders).page.read_text()
     assert "Training report: one" in text
     assert "Training report: two" in text
 

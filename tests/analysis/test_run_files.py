@@ -53,8 +53,10 @@ def test_torn_and_unknown_event_lines_are_counted(tmp_path: Path) -> None:
     with (tmp_path / "demo" / "events" / "other-a-1.jsonl").open("w") as file:
         file.write('{"kind":"of tomorrow"}\n\0\0\0\n')
     run = load_run(tmp_path / "demo")
-    assert run.rejected["torn last line"] == 1
-    assert sum(run.rejected.values()) == 3
+    assert run.rejected == {
+        "torn last line": 1, "unknown kind of tomorrow": 1, "NUL bytes alone": 1,
+    }  # fmt: skip
+    assert sum("lines left out" in problem for problem in run.problems) == 3
     assert len(run.of(events.Step)) == 5
 
 
@@ -64,7 +66,7 @@ def test_events_of_fine_tuning_and_evaluation_stay_out_of_the_training(tmp_path:
         writer.write(step(1, BEGIN))
         writer.close()
     run = load_run(tmp_path)
-    assert (len(run.events), len(run.aside)) == (1, 2)
+    assert (len(run.store), run.aside) == (1, 2)
 
 
 def test_a_summary_that_is_cut_is_a_problem_and_the_others_are_read(tmp_path: Path) -> None:
