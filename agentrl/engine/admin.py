@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +9,12 @@ import aiohttp
 import msgspec
 
 from agentrl.engine.capabilities import Capabilities, capabilities
+from agentrl.engine.progress import Load
 
 QUICK_S = 30.0
 """Longest that an answer about the state may take, seconds."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Load:
-    running: int
-    waiting: int
-    generated_tokens: int
-    busy_s: float
+MARKS = ("timestamp", "num_used_tokens", "generated_tokens", "layers_done")
+"""Of /v1/loads: what moves when the engine computes. The last two are the embedded engine's."""
 
 
 class EngineAdmin:
@@ -68,18 +62,27 @@ class EngineAdmin:
         answer = await self._post("/update_weights_from_disk", body)
         return str(answer.get("message", answer))
 
-    async def load(self) -> Load:
-        """Sum /v1/loads over data-parallel ranks; what SGLang does not count stays 0."""
-        loads = (await self._get("/v1/loads"))["loads"]
+    async def load(self, *, timeout_s: float = QUICK_S) -> Load:
+        """Sum /v1/loads over data-parallel ranks; what SGLang does not count stays 0.
+
+        SGLang publishes each prefill, and each 15th decode step, with a time stamp.
+        """
+        loads = (await self._get("/v1/loads", timeout_s=timeout_s))["loads"]
         return Load(
             running=sum(int(one["num_running_reqs"]) for one in loads),
             waiting=sum(int(one["num_waiting_reqs"]) for one in loads),
             generated_tokens=sum(int(one.get("generated_tokens", 0)) for one in loads),
             busy_s=sum(float(one.get("busy_s", 0.0)) for one in loads),
+            mark=tuple(float(one.get(key, 0)) for one in loads for key in MARKS),
         )
 
-    async def _get(self, path: str) -> dict[str, Any]:
-        async with self._session.get(self.url + path, timeout=_total(QUICK_S)) as response:
+    async def metrics(self) -> str:
+        async with self._session.get(f"{self.url}/metrics", timeout=_total(QUICK_S)) as response:
+            response.raise_for_status()
+            return await response.text()
+
+    async def _get(self, path: str, *, timeout_s: float = QUICK_S) -> dict[str, Any]:
+        async with self._session.get(self.url + path, timeout=_total(timeout_s)) as response:
             response.raise_for_status()
             return _decode(await response.read())
 

@@ -58,6 +58,8 @@ class FusedForward:
         self._cos = cos[0, :, None]
         self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), dim=-1)[:, None]
         self._layers = [self._fuse(layer) for layer in inner.layers]
+        self.layers_done = 0
+        """Since the start: moves within a long prefill too."""
 
     def reload(self) -> None:
         """Take over what the fused weights hold by value. Call after each exchange of weights."""
@@ -81,6 +83,7 @@ class FusedForward:
             normed = self._norm(hidden) * layer.norm_mlp
             gate, up = functional.linear(normed, layer.gate_up).chunk(2, dim=-1)
             hidden = torch.addmm(hidden, self._act(gate) * up, layer.down.t())
+            self.layers_done += 1
         last = hidden.view(n, width, -1)[:, -1]
         logits: torch.Tensor = self._whole.lm_head(self._norm(last) * self._inner.norm.weight)
         return logits

@@ -48,6 +48,7 @@ class LoadedModel:
         self._cache_name = "cache" if "cache" in names else "past_key_values"  # renamed in 5.2x
         self._tensors: dict[str, torch.Tensor] = self.model.state_dict()
         self._stored: dict[str, torch.dtype] = {}
+        self._passes = 0
         self.load(folder, version=version)
         with torch.inference_mode():
             self._fused = self._try_to_fuse(context)
@@ -76,7 +77,13 @@ class LoadedModel:
     ) -> torch.Tensor:
         """Return the logits after the last column. [rows, vocabulary]"""
         run = self._fused or self._plain
+        self._passes += 1
         return run(ids, positions, mask, cache)
+
+    @property
+    def layers_done(self) -> int:
+        """A count that moves while the model computes: layers, or passes of the plain forward."""
+        return self._passes if self._fused is None else self._fused.layers_done
 
     @property
     def is_fused(self) -> bool:

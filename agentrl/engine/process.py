@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
+log = logging.getLogger(__name__)
 TAIL_BYTES = 4000
+LOG_PIECE = 1 << 20
+KILL_S = 10.0
+"""Longest wait for killed processes: one in the driver (state D) dies when that lets go."""
+COMPILERS = frozenset({"ptxas", "cicc", "nvcc", "cudafe++", "hipcc", "clang", "ninja", "ld.lld"})
 
 
 class EngineProcess:
@@ -18,9 +26,10 @@ class EngineProcess:
     Our end of its standard input is what ties it to us: the server ends when that closes.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, log: Path) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, log: Path, *, log_start: int) -> None:
         self._process = process
         self.log = log
+        self._read_to = log_start
 
     @classmethod
     async def start(
@@ -28,6 +37,7 @@ class EngineProcess:
     ) -> EngineProcess:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
+            log_start = file.tell()
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -36,7 +46,7 @@ class EngineProcess:
                 start_new_session=True,
                 env=None if environ is None else dict(environ),
             )
-        return cls(process, log)
+        return cls(process, log, log_start=log_start)
 
     @property
     def pid(self) -> int:
@@ -49,13 +59,45 @@ class EngineProcess:
     async def wait(self) -> int:
         return await self._process.wait()
 
+    def read_log(self) -> str:
+        """Return what this process wrote since the last call."""
+        with self.log.open("rb") as file:
+            file.seek(self._read_to)
+            piece = file.read(LOG_PIECE)
+        self._read_to += len(piece)
+        return piece.decode(errors="replace")
+
+    def is_compiling(self) -> bool:
+        """Whether a compiler of GPU kernels runs below this process."""
+        return any(_name(child) in COMPILERS for child in self._below())
+
     async def kill(self) -> None:
-        """SIGKILL the group, and wait until its leader is reaped."""
+        """SIGKILL the group and what left it; wait until all of it is gone, at most KILL_S."""
+        below = self._below()  # a scheduler that called setsid is not of the group
         with contextlib.suppress(ProcessLookupError):  # the whole group is gone already
             os.killpg(self.pid, signal.SIGKILL)
+        for child in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
         await self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
+        _, left = await asyncio.to_thread(psutil.wait_procs, below, KILL_S)
+        if left:
+            log.warning("processes %s do not die: the driver holds them", [one.pid for one in left])
+
+    def _below(self) -> list[psutil.Process]:
+        try:
+            return psutil.Process(self.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def tail(log: Path, *, max_bytes: int = TAIL_BYTES) -> str:

@@ -185,6 +185,7 @@ class Routes:
                         "max_running_requests": batch.max_running,
                         "generated_tokens": counters.generated_tokens,
                         "busy_s": counters.busy_s,
+                        "layers_done": batch.model.layers_done,
                         "weight_version": batch.model.version,
                     }
                 ]

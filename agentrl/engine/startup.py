@@ -45,6 +45,10 @@ class Leased:
             release(self._announced.folder.parent, self._announced.version, self._owner)
 
 
+class MissingModel(LaunchError):
+    """No restart can find it either."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """What one start of one engine differs in from the others."""
@@ -64,7 +68,7 @@ async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[Engin
     announced, share = start.announced, start.share
     weights = (model if announced is None else announced.folder).absolute()
     if not weights.is_dir():
-        raise LaunchError(
+        raise MissingModel(
             f"engine {start.index}: its weights {weights} are no folder here; give model.path a "
             "folder in Hugging Face's layout that this node sees"
         )

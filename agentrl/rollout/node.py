@@ -7,15 +7,18 @@ import json
 import logging
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentrl.config import RunConfig
+from agentrl.engine.devices import EngineShare
 from agentrl.engine.supervisor import EngineSupervisor
 from agentrl.errors import LaunchError, TooManyInfraFailures
 from agentrl.events import Writer
+from agentrl.handoff.publish import publish_json
 from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
 from agentrl.rollout.worker import DONE, STOPPED, TOO_MANY_INFRA, failure_file, run_worker
+from agentrl.weights.quiet import is_quiet
 
 log = logging.getLogger(__name__)
 MAX_CRASHES = 3
@@ -30,9 +33,11 @@ async def run_node(
     run_dir: Path | None = None,
     stop: Callable[[], bool],
     events: Writer,
+    shares: Sequence[EngineShare] = (),
 ) -> int:
     """Serve the run until the trainer is done (0) or `stop` asks (75).
 
+    shares: each engine's GPUs and ports; none: they are numbered through from 0.
     Raises TooManyInfraFailures with the table of causes, LaunchError when engines or workers keep
     failing, WaitTimeout when no trainer shows up.
     """
@@ -43,6 +48,8 @@ async def run_node(
         model=Path(config.model.path),
         logs=attempt_dir / "logs" / f"node-{node}",
         events=events,
+        shares=shares,
+        is_quiet=lambda: is_quiet(run_dir / "weights"),
     )
     view = TrainerView(run_dir / "weights", attempt=attempt)
     ending = asyncio.Event()
@@ -104,6 +111,7 @@ async def _follow(
     current = view.announced
     file = EnginesFile(attempt_dir, node)
     told: tuple[list[str], str] | None = None
+    has_told_suspect = False
     while True:
         newest = view.refresh()
         if newest is not None and (current is None or newest.identity != current.identity):
@@ -112,11 +120,19 @@ async def _follow(
             current = newest
         if supervisor.failed:
             raise supervisor.failed
+        if supervisor.suspect and not has_told_suspect:
+            publish_json(suspect_file(attempt_dir, node), {"reason": supervisor.suspect})
+            has_told_suspect = True
         state = (supervisor.urls(), supervisor.weights())
         if config.rollout.workers > 1 and state != told:
             file.publish(*state)
             told = state
         await asyncio.sleep(POLL_S)
+
+
+def suspect_file(attempt_dir: Path, node: int) -> Path:
+    """Where a node says why the next launch attempt should stay away from it."""
+    return attempt_dir / f"suspect-{node}.json"
 
 
 async def _run_processes(

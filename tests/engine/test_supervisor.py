@@ -48,9 +48,7 @@ def supervise(
     async def go() -> None:
         config = EngineConfig(**{**vars(CONFIG), **changes})
         writer = events.EventWriter(tmp_path / "events", "inference")
-        supervisor = EngineSupervisor(
-            config, model=model, logs=tmp_path / "logs", events=writer, unresponsive_s=5
-        )
+        supervisor = EngineSupervisor(config, model=model, logs=tmp_path / "logs", events=writer)
         try:
             await supervisor.start(announced)
             async with EngineClient(
@@ -66,7 +64,7 @@ def supervise(
 
 
 def pid_of(supervisor: EngineSupervisor, index: int = 0) -> int:
-    process = supervisor._engines[index].process
+    process = supervisor._keepers[index].process
     assert process is not None
     return process.pid
 
@@ -160,17 +158,26 @@ def test_a_stopped_engine_is_found_and_replaced(
         assert not psutil.pid_exists(before)
 
     happened = supervise(tmp_path, model, body, announce(model, 0))
-    assert "unresponsive" in [getattr(one, "cause", "") for one in happened]
+    assert "hang" in [getattr(one, "cause", "") for one in happened]
 
 
 def test_an_engine_that_cannot_start_ends_in_its_own_words(tmp_path: Path) -> None:
     async def never(supervisor: EngineSupervisor, client: EngineClient) -> None:
         raise AssertionError
 
-    with pytest.raises(
-        LaunchError, match=r"(?s)failed again after 0 restarts.*log.*ends:.*missing"
-    ):
-        supervise(tmp_path, tmp_path / "missing", never, None, max_restarts=0)
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(LaunchError, match=r"(?s)failed again after 0 restarts.*log.*ends:.*broken"):
+        supervise(tmp_path, folder, never, None, max_restarts=0)
+
+
+def test_a_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    async def never(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        raise AssertionError
+
+    with pytest.raises(LaunchError, match=r"would meet the same.*are no folder"):
+        supervise(tmp_path, tmp_path / "missing", never, None)
 
 
 def test_engines_die_with_a_supervisor_that_is_killed(tmp_path: Path, model: Path) -> None:
@@ -184,7 +191,7 @@ async def go():
     model, logs = Path({str(model)!r}), Path({str(tmp_path)!r})
     s = EngineSupervisor(EngineConfig(), model=model, logs=logs, events=NoEvents())
     await s.start(None)
-    print(s._engines[0].process.pid, flush=True)
+    print(s._keepers[0].process.pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(go())
 """

@@ -1,0 +1,114 @@
+"""What weights one running engine holds: exchanged, and proved before it may serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl.engine.admin import EngineAdmin
+from agentrl.engine.capabilities import Capabilities
+from agentrl.engine.reports import Reports
+from agentrl.engine.startup import Leased
+from agentrl.errors import VersionError
+from agentrl.weights.version import Announced
+
+Identity = tuple[int, int, str]
+STARTING_MODEL: Identity = (-1, 0, "")
+"""Identity of the starting model, before any version was announced."""
+
+
+def identity_of(announced: Announced | None) -> Identity:
+    return STARTING_MODEL if announced is None else announced.identity
+
+
+@dataclass(slots=True, eq=False)
+class EngineWeights:
+    """Raises VersionError where an answer does not fit, and what EngineAdmin raises."""
+
+    name: str
+    admin: EngineAdmin
+    able: Capabilities
+    pause_mode: str
+    reports: Reports
+    loaded: Identity
+    """What it was last told to load."""
+    proved: Identity | None = None
+    is_paused: bool = False
+    exchanges: int = 0
+    """Begun so far; a probe that one of them overlapped says nothing."""
+    _own_checksums: list[dict[str, Any]] | None = None
+    """Its answer at the last proof, where its checksum is not ours."""
+
+    @property
+    def version(self) -> int:
+        return -1 if self.proved is None else self.proved[1]
+
+    async def reach(self, wanted: Callable[[], Announced | None]) -> None:
+        """Load and prove until what is proved is what is announced, were it to change meanwhile."""
+        while self.proved != identity_of(announced := wanted()):
+            self.proved = None
+            if self.loaded == identity_of(announced):
+                await self._prove(announced, message="")
+                self.proved = self.loaded
+                self.reports.version(self.name, self.version, "proved")
+            elif announced is not None:
+                await self._exchange(announced)
+            else:
+                raise VersionError(
+                    f"{self.name}: asked to go back to the starting model; restart it"
+                )
+
+    async def _exchange(self, announced: Announced) -> None:
+        """Pause, load, prove, continue: nothing is sampled by weights that were not proved."""
+        mode = self.able.pause_mode(self.pause_mode)
+        self.exchanges += 1
+        self.is_paused = True
+        self.reports.state(self.name, "paused", self.version)
+        await self.admin.pause(mode)
+        with Leased(announced, self.name):
+            message = await self.admin.update(
+                announced.folder, announced.version, is_flushing=mode != "in_place"
+            )
+        self.loaded = announced.identity
+        await self._prove(announced, message=message)
+        await self.admin.resume()
+        self.is_paused = False
+        self.proved = announced.identity
+        self.reports.version(self.name, self.version, "proved")
+        self.reports.state(self.name, "ready", self.version)
+
+    async def _prove(self, announced: Announced | None, *, message: str) -> None:
+        """Compare the engine's own answers with what was announced.
+
+        Where the engine hashes as we do, its checksum must be the announced one. SGLang's hashes
+        are its own: there the label must fit and the hashes must have changed, which proves that
+        some other weights arrived, not which; after a start, the label alone.
+        """
+        version = 0 if announced is None else announced.version
+        found = await self.admin.weight_version()
+        if found != str(version):
+            self._refuse(
+                version,
+                f"version {version} was announced, it answers {found!r}"
+                + (f" and said: {message}" if message else ""),
+            )
+        if announced is None:
+            return
+        ranks = await self.admin.checksums()
+        if self.able.checksum == "own":
+            before, self._own_checksums = self._own_checksums, ranks
+            if before is not None and before == ranks:
+                self._refuse(version, f"it calls its weights {version}, but they did not change")
+            return
+        held = [rank.get("checksum") for rank in ranks]
+        if not held or any(one != announced.checksum for one in held):
+            self._refuse(
+                version,
+                f"version {version} was announced with checksum {announced.checksum}, it holds "
+                f"{held}; compare {announced.folder} with what the trainer wrote",
+            )
+
+    def _refuse(self, version: int, why: str) -> None:
+        self.reports.version(self.name, version, "refused")
+        raise VersionError(f"{self.name}: {why}")

@@ -1,0 +1,194 @@
+"""The watchers of one running engine: each returns the fault that it found, or never."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from agentrl.engine.admin import EngineAdmin
+from agentrl.engine.faults import LogReader
+from agentrl.engine.process import EngineProcess
+from agentrl.engine.progress import Load, Progress
+from agentrl.engine.proof import EngineWeights
+from agentrl.engine.reports import Reports
+from agentrl.engine.restarts import Fault
+from agentrl.engine.scrape import numbers
+
+LOG_EVERY_S = 0.25
+REST_OF_LOG_S = 1.0
+"""A traceback names its cause some lines after it says that there is one."""
+LOAD_EVENT_S = 1.0
+METRICS_EVERY_S = 10.0
+FAILING_PROBES = 3
+"""In a row that end an engine whose scheduler moves on but which answers nobody."""
+NO_ANSWER = (aiohttp.ClientError, TimeoutError)
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """Over one life of one engine, once it is up."""
+
+    weights: EngineWeights
+    process: EngineProcess
+    reports: Reports
+    hang_s: float
+    compile_s: float
+    """Longest that compiling kernels excuses."""
+    log: LogReader
+    progress: Progress = field(init=False)
+    _load: Load = field(default_factory=Load)
+
+    def __post_init__(self) -> None:
+        # three periods: so much later than the last token may its sample, and ours, be
+        self.progress = Progress(
+            limit_s=max(self.hang_s - 3 * self.period_s, self.hang_s / 2),
+            interval_cap_s=4 * self.period_s,
+        )
+
+    @property
+    def period_s(self) -> float:
+        return min(max(self.hang_s / 20, 0.05), 0.5)
+
+    @property
+    def admin(self) -> EngineAdmin:
+        return self.weights.admin
+
+    def watchers(self) -> list[Coroutine[None, None, Fault]]:
+        return [
+            watch_exit(self.process, self.log),
+            watch_log(self.process, self.log),
+            self.watch_progress(),
+            self.watch_health(),
+            self.watch_metrics(),
+        ]
+
+    async def watch_progress(self) -> Fault:
+        """Sample the load; an answer that does not come in time is a sample too."""
+        told, excused_s = 0.0, 0.0
+        while True:
+            await asyncio.sleep(self.period_s)
+            if self.weights.is_paused:
+                self.progress.excuse()
+                continue
+            load = await self._sample()
+            at = time.monotonic()
+            if not self.progress.sample(at, load):
+                if load is not None and at - told >= LOAD_EVENT_S:
+                    self.reports.state(self.weights.name, "load", self.weights.version, load=load)
+                    told = at
+                continue
+            if excused_s < self.compile_s and self.process.is_compiling():
+                excused_s += self.progress.stalled_s
+                self.progress.excuse()
+                continue
+            if self.weights.is_paused:  # since the sample was asked for
+                continue
+            return self._hang(load)
+
+    async def _sample(self) -> Load | None:
+        try:
+            self._load = await self.admin.load(timeout_s=2 * self.period_s)
+        except NO_ANSWER:
+            return None
+        return self._load
+
+    def _hang(self, load: Load | None) -> Fault:
+        known = self._load
+        silent = "" if load is not None else "; it does not answer /v1/loads either"
+        return Fault(
+            cause="hang",
+            detail=(
+                f"no sign of progress for {self.progress.stalled_s:.1f} s (engine.hang_s="
+                f"{self.hang_s:g}) with {known.running} requests running and {known.waiting} "
+                f"waiting{silent}"
+            ),
+        )
+
+    async def watch_health(self) -> Fault:
+        """Send a generate probe now and then; one that an exchange overlapped says nothing."""
+        failed, said = 0, ""
+        while True:
+            await asyncio.sleep(self.hang_s / 3)
+            if self.weights.is_paused:
+                continue
+            exchanges = self.weights.exchanges
+            self.progress.probe()
+            try:
+                is_ok = await self.admin.is_healthy(timeout_s=self.hang_s)
+                said = "" if is_ok else "does not answer 200"
+            except NO_ANSWER as error:
+                is_ok, said = False, f"{type(error).__name__} {error}".strip()
+            was_paused = self.weights.is_paused or exchanges != self.weights.exchanges
+            self.progress.probed(is_ok=is_ok)
+            failed = 0 if is_ok or was_paused else failed + 1
+            if failed >= FAILING_PROBES:
+                return Fault(
+                    cause="unresponsive",
+                    detail=f"{self.admin.url}/health {failed} times in a row: {said}",
+                )
+
+    async def watch_metrics(self) -> Fault:
+        while True:
+            await asyncio.sleep(METRICS_EVERY_S)
+            try:
+                text = await self.admin.metrics()
+            except NO_ANSWER:
+                continue
+            self.reports.metrics(self.weights.name, numbers(text))
+
+
+async def watch_exit(process: EngineProcess, log: LogReader) -> Fault:
+    """Wait for the end; what the log says of its cause is the cause."""
+    code = await process.wait()
+    log.feed(process.read_log())
+    log.end()
+    detail = f"process {process.pid} ended with {_meaning(code)}"
+    if log.cause is None:
+        return Fault(cause="exit", detail=detail, unknown_lines=log.unknown.total())
+    return Fault(
+        cause=log.cause.kind,
+        detail=f"{log.cause.text} ({detail})",
+        unknown_lines=log.unknown.total(),
+    )
+
+
+async def watch_log(process: EngineProcess, log: LogReader) -> Fault:
+    """Read the log as it grows until it tells of a fault."""
+    while True:
+        await asyncio.sleep(LOG_EVERY_S)
+        if log.feed(process.read_log()) is not None:
+            break
+    await asyncio.sleep(REST_OF_LOG_S)
+    log.feed(process.read_log())
+    log.end()
+    assert log.cause is not None  # set with the first fault
+    return Fault(cause=log.cause.kind, detail=log.cause.text, unknown_lines=log.unknown.total())
+
+
+def _meaning(code: int) -> str:
+    """Say what an exit code means; the guard hands on a signal as 256 less its number."""
+    number = -code if code < 0 else 256 - code if code > 192 else 0
+    try:
+        name = signal.Signals(number).name if number else ""
+    except ValueError:
+        name = ""
+    if name == "SIGKILL":
+        return f"{code} (SIGKILL: by a person, by Slurm, or by the kernel for want of memory)"
+    return f"{code} ({name})" if name else str(code)
+
+
+async def first_fault(watchers: list[Coroutine[None, None, Fault]]) -> Fault:
+    """Return what comes first; end the other watchers."""
+    tasks = [asyncio.create_task(watcher) for watcher in watchers]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return next(iter(done)).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,39 @@
+"""The trainer says while it writes a checkpoint: no engine is restarted then.
+
+A restart reads gigabytes from the filesystem that the checkpoint is being written to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agentrl.handoff.publish import publish_json
+
+QUIET = "CHECKPOINTING.json"
+LONGEST_S = 600.0
+"""After which a trainer that never took its word back is taken to be dead."""
+
+
+@contextmanager
+def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
+    """Announce in the run's folder of weights that a checkpoint is being written."""
+    publish_json(weights / QUIET, {"until": time.time() + longest_s, "pid": os.getpid()})
+    try:
+        yield
+    finally:
+        (weights / QUIET).unlink(missing_ok=True)
+
+
+def is_quiet(weights: Path) -> bool:
+    """Whether a trainer announced that it writes a checkpoint, and may still do so."""
+    if not weights.is_dir() or QUIET not in os.listdir(weights):
+        return False
+    try:
+        return time.time() < float(json.loads((weights / QUIET).read_bytes())["until"])
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,82 @@
+"""When an engine counts as hanging: samples of a clock that is moved by hand."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl.engine.progress import Load, Progress
+
+BUSY = Load(running=3, mark=(1.0,))
+
+
+def fresh(limit_s: float = 10.0) -> Progress:
+    return Progress(limit_s=limit_s, interval_cap_s=2.0)
+
+
+def first_hang(progress: Progress, loads: list[Load | None]) -> int | None:
+    """Feed one sample a second; return the second of the verdict."""
+    return next((at for at, load in enumerate(loads) if progress.sample(at, load)), None)
+
+
+def test_a_mark_that_stands_still_while_requests_run_is_a_hang() -> None:
+    assert first_hang(fresh(), [BUSY] * 30) == 10
+
+
+def test_no_answer_is_a_hang_as_well() -> None:
+    assert first_hang(fresh(), [BUSY, *[None] * 30]) == 10
+
+
+def test_an_idle_engine_never_hangs_but_a_probe_is_work() -> None:
+    progress, idle = fresh(), Load(mark=(1.0,))
+    assert first_hang(progress, [idle] * 100) is None
+    progress.probe()
+    assert first_hang(progress, [idle] * 30) is not None
+
+
+def test_a_probe_that_came_back_is_progress() -> None:
+    progress = fresh()
+    for at in range(100):
+        assert not progress.sample(at, BUSY)
+        if at % 5 == 0:
+            progress.probe()
+            progress.probed(is_ok=True)
+
+
+def test_time_in_which_nobody_looked_counts_little() -> None:
+    progress = fresh()
+    progress.sample(0, BUSY)
+    assert not progress.sample(3600, BUSY), "this whole node may have stood still"
+    assert progress.stalled_s == 2.0
+
+
+def test_an_excuse_starts_the_count_anew() -> None:
+    progress = fresh()
+    first_hang(progress, [BUSY] * 9)
+    progress.excuse()
+    assert not progress.sample(9, BUSY)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
+def test_stalls_below_the_limit_are_never_a_hang(stalls: list[int]) -> None:
+    loads = [
+        Load(running=1, mark=(float(number),))
+        for number, stall in enumerate(stalls)
+        for _ in range(stall + 1)
+    ]
+    assert first_hang(fresh(), loads) is None
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.booleans())
+def test_a_stall_over_the_limit_is_found_whatever_came_before(
+    stalls: list[int], answers: bool
+) -> None:
+    before = [
+        Load(running=1, mark=(float(number),))
+        for number, stall in enumerate(stalls)
+        for _ in range(stall + 1)
+    ]
+    stuck = Load(running=1, mark=(-1.0,)) if answers else None
+    found = first_hang(fresh(), [*before, *[stuck] * 12])
+    assert found is not None
+    assert found >= len(before)

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from agentrl.weights.quiet import QUIET, is_quiet, quiet
+
+
+def test_a_checkpoint_is_announced_while_it_is_written(odd_path: Path) -> None:
+    assert not is_quiet(odd_path)
+    with quiet(odd_path):
+        assert is_quiet(odd_path)
+    assert not is_quiet(odd_path)
+
+
+def test_the_word_is_taken_back_when_writing_fails(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), quiet(tmp_path):
+        raise OSError("full")
+    assert not is_quiet(tmp_path)
+
+
+def test_the_word_of_a_trainer_that_died_expires(tmp_path: Path) -> None:
+    with quiet(tmp_path, longest_s=-1.0):
+        assert (tmp_path / QUIET).is_file()
+        assert not is_quiet(tmp_path)
