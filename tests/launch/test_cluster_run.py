@@ -1,0 +1,126 @@
+"""A run handed to Slurm: the script, what is refused before it, what is written after it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agentrl.config import RunConfig
+from agentrl.config_cluster import ClusterConfig
+from agentrl.errors import ConfigError, LaunchError, SubmitError
+from launch import cluster_run, resume, status, stop, submission, train
+from launch.run_dir import RunDir
+from slurm.exit_record import DONE
+
+Fake = Callable[..., Path]
+SBATCH = 'for word; do [ "$word" = --test-only ] && exit; done; echo 41'
+SQUEUE = (
+    "echo '41+0|41|{state}|trn0|trainer|58:00|None'; echo '41+1|42|{state}|inf0|inference||None'"
+)
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
+    """Puts a program first on PATH, which notes its arguments in NAME.log."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def make(name: str, body: str) -> Path:
+        log = folder / f"{name}.log"
+        (folder / name).write_text(f'#!/bin/sh\necho "$@" >>"{log}"\n{body}\n')
+        (folder / name).chmod(0o755)
+        return log
+
+    return make
+
+
+@pytest.fixture
+def config(odd_path: Path) -> Path:
+    """A config on the cluster `lab` with a model that is there."""
+    model = odd_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    path = odd_path / "run.yaml"
+    path.write_text(f'cluster: lab\nname: r\nruns_dir: "{odd_path}"\nmodel: {{path: "{model}"}}\n')
+    return path
+
+
+def test_a_dry_run_prints_the_bytes_that_are_queued_and_writes_nothing(
+    config: Path, fake: Fake, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = fake("sbatch", SBATCH)
+    assert train.main([str(config), "--dry-run"]) == DONE
+    printed = capsys.readouterr().out
+    assert not (config.parent / "r").exists()
+    assert train.main([str(config)]) == DONE
+    script = config.parent / "r" / "submissions" / "0001" / "script.sbatch"
+    assert script.read_text() == printed
+    assert [line.split()[0] for line in log.read_text().splitlines()] == [
+        "--test-only",
+        "--parsable",
+    ]
+    assert "agentrl watch" in capsys.readouterr().out
+
+
+def test_what_sbatch_refuses_is_told_in_its_words_and_nothing_is_queued(
+    config: Path, fake: Fake
+) -> None:
+    fake("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
+    with pytest.raises(SubmitError, match="invalid partition"):
+        train.main([str(config)])
+    assert submission.newest(RunDir(config.parent / "r")) is None
+
+
+def test_a_run_that_is_queued_is_shown_and_not_queued_twice(config: Path, fake: Fake) -> None:
+    fake("sbatch", SBATCH)
+    asked = fake("squeue", SQUEUE.format(state="PENDING"))
+    train.main([str(config)])
+    run = RunDir(config.parent / "r")
+    with pytest.raises(LaunchError, match="job 41 is PENDING"):
+        resume.main([str(run.path)])
+    asked.unlink()
+    found = status.facts(run)
+    assert (found["state"], found["job"]) == ("pending", "41")
+    assert found["inference"] == "PENDING on inf0"
+    assert len(asked.read_text().splitlines()) == 1
+
+
+def test_a_job_that_waits_is_stopped_by_cancelling_it(config: Path, fake: Fake) -> None:
+    fake("sbatch", SBATCH)
+    gone = config.parent / "gone"
+    pending, ended = SQUEUE.format(state="PENDING"), SQUEUE.format(state="CANCELLED")
+    fake("squeue", f'if [ -e "{gone}" ]; then {ended}; else {pending}; fi')
+    cancelled = fake("scancel", f'touch "{gone}"')
+    train.main([str(config)])
+    assert stop.main([str(config.parent / "r")]) == DONE
+    assert cancelled.read_text() == "41\n"
+
+
+def test_a_chain_is_queued_whole_each_job_after_the_one_before(config: Path, fake: Fake) -> None:
+    log = fake("sbatch", SBATCH)
+    train.main([str(config), "cluster.requeue=chain", "cluster.chain_depth=3"])
+    assert log.read_text().count("--dependency=singleton") == 3
+    script = (config.parent / "r" / "submissions" / "0001" / "script.sbatch").read_text()
+    assert "--no-requeue" in script
+    assert "scontrol requeue" not in script
+
+
+def test_a_limit_that_leaves_no_time_to_save_is_refused(odd_path: Path) -> None:
+    config = RunConfig(grace_s=90, cluster=ClusterConfig(name="x", signal_s=60))
+    with pytest.raises(ConfigError, match="signal_s=60 is not over grace_s=90"):
+        cluster_run.job_spec(config, RunDir(odd_path), 1)
+
+
+def test_there_is_no_script_of_a_run_on_this_machine(config: Path) -> None:
+    with pytest.raises(ConfigError, match="cluster=local"):
+        train.main([str(config), "cluster=local", "--dry-run"])
+
+
+def test_a_resumed_run_may_move_to_another_cluster(config: Path) -> None:
+    moved = resume.changed(RunConfig(), ["cluster=lab", "cluster.time_min=5"])
+    assert (moved.cluster.name, moved.cluster.time_min) == ("lab", 5)
