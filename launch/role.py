@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,10 @@ from launch.run_dir import RunDir
 from launch.sweep import sweep_run
 from slurm import proof
 from slurm.task import keep
+
+HELD = (signal.SIGUSR2, signal.SIGTERM)
+"""Not delivered before the role listens (launch.signals). USR2 never, for where Slurm sends it to
+every process of a step it would kill the engines; the keeper hands it on as TERM."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.update(network_of(run.attempt(given.attempt), os.environ.get("SLURMD_NODENAME", "")))
     sweep_run(run.path)
     grace_s = run.config().grace_s
-    code = keep(lambda: guard(play, ()), launcher=os.getppid(), grace_s=grace_s)
+    code = keep(lambda: guard(play, ()), launcher=os.getppid(), grace_s=grace_s, held=HELD)
     sweep_run(run.path)
     return code
 

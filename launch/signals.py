@@ -37,6 +37,7 @@ class StopFlag:
             if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                 continue  # nohup asked for that
             self._before[number] = signal.signal(number, self._came)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # one that came earlier
         return self
 
     def __enter__(self) -> StopFlag:

@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,18 @@ def main(argv: list[str]) -> int:
     )
 
 
-def keep(role: Callable[[], int], *, launcher: int, grace_s: float) -> int:
+def keep(
+    role: Callable[[], int],
+    *,
+    launcher: int,
+    grace_s: float,
+    held: Collection[signal.Signals] = (),
+) -> int:
     """Run `role` in a child, and leave nothing of it behind; return its code, 128+N for signal N.
 
     It ends, after grace_s to save, when process `launcher` is no more our parent. MARK has to be
-    in the environment that this process was started with.
+    in the environment that this process was started with. held: signals that stay blocked in the
+    role until it unblocks them, and so in all that it starts; USR2, if held, reaches it as TERM.
     """
     signals = {*PASSED_ON, KILL_NOW, signal.SIGCHLD}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -73,9 +80,11 @@ def keep(role: Callable[[], int], *, launcher: int, grace_s: float) -> int:
     keeper = os.getpid()
     child = os.fork()
     if child:
-        return _wait(child, launcher, grace_s, signals)
+        renamed = {signal.SIGUSR2: signal.SIGTERM} if signal.SIGUSR2 in held else {}
+        names = {number: renamed.get(number, number) for number in signals}
+        return _wait(child, launcher, grace_s, names)
     _die_with_parent(signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, {*before, *held})
     if os.getppid() != keeper:  # it died before the request above was in force
         sys.exit(128 + signal.SIGKILL)
     sys.exit(role())
@@ -103,8 +112,10 @@ def _encode(outcome: str, value: Any) -> bytes:
         raise TypeError(f"the role returned {value!r}, which JSON cannot carry: {error}") from error
 
 
-def _wait(role: int, launcher: int, grace_s: float, signals: set[signal.Signals]) -> int:
-    """Hand signals on until the role's end, then kill what it started."""
+def _wait(
+    role: int, launcher: int, grace_s: float, signals: Mapping[signal.Signals, signal.Signals]
+) -> int:
+    """Hand signals on, each as what `signals` says, until the role's end; kill what it started."""
     deadline = float("inf")
     while True:
         came = signal.sigtimedwait(signals, POLL_S)
@@ -115,7 +126,7 @@ def _wait(role: int, launcher: int, grace_s: float, signals: set[signal.Signals]
             deadline = time.monotonic() + grace_s
             os.kill(role, signal.SIGTERM)
         elif came is not None and came.si_signo in PASSED_ON:
-            os.kill(role, came.si_signo)
+            os.kill(role, signals[signal.Signals(came.si_signo)])
         if time.monotonic() > deadline or (came is not None and came.si_signo == KILL_NOW):
             os.kill(role, signal.SIGKILL)
     kill_marked(os.environ[MARK])

@@ -83,7 +83,7 @@ def test_a_preempted_run_comes_back_and_goes_on(run: LabRun) -> None:
 
 @pytest.mark.parametrize("node", ["inf0", "trn0"])
 def test_a_run_outlives_the_death_of_a_node(run: LabRun, node: str) -> None:
-    run.train("training.steps=40")
+    run.train("training.steps=100")
     run.until_checkpoint(4)
     run.lab.kill_node(node)
     if node == "trn0":  # the only one of its partition
@@ -91,7 +91,7 @@ def test_a_run_outlives_the_death_of_a_node(run: LabRun, node: str) -> None:
         run.until(lambda: run.state() == "PENDING", "the job is back in the queue")
         run.lab.start_node(node)
     last = run.finish(limit_s=600)
-    assert (last.action, last.step_end) == ("done", 40)
+    assert (last.action, last.step_end) == ("done", 100)
     assert len(run.ledger()) == 2
     assert run.ledger()[0].step_end >= 4
 
