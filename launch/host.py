@@ -28,12 +28,14 @@ from slurm import exit_record, ledger
 from slurm.exit_record import DONE, ExitRecord
 from slurm.files import listed
 from slurm.ledger import LedgerLine, attempts_without_progress
-from slurm.verdict import Limits, Situation, Verdict, decide
+from slurm.verdict import Asked, Limits, Situation, Verdict, decide
 
 OVER = "over"
 """Answer of `begin` when there is nothing left to do, as for the rest of a chain."""
 NETWORK = "network"
 """The proof of the network, as a role: it ends before the others start."""
+ASKED: dict[str, Asked] = {"limit": "limit", "term": "limit", "person": "person"}
+"""What the batch script knows of why the end was asked for."""
 NETWORK_ERROR_BYTES = 2000
 RECORD_WAIT_S = 5.0
 """How long another node's exit record may take to show on this one."""
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     to_decide.add_argument("role")
     to_decide.add_argument("node", type=int)
     to_decide.add_argument("code", type=int, help="of its srun")
-    to_decide.add_argument("--asked", default="", choices=["", "limit", "term"])
+    to_decide.add_argument("--asked", default="", choices=["", *ASKED])
     given = arguments.parse_args(argv)
     run = RunDir.open(given.run)
     if given.verb == "begin":
@@ -167,7 +169,7 @@ def decided(run: RunDir, attempt: int, ended: ExitRecord, *, asked: str) -> str:
         step_begin=_int(launcher.get("step_begin")),
         step_now=run.checkpoint_step(),
         is_by_person=launcher.get("is_by_person") is True,
-        asked="person" if listed(run.stop_file) else "limit" if asked else "",
+        asked=who_asked(run, asked),
     )
     limits = Limits(max_attempts_without_progress=run.config().max_attempts_without_progress)
     verdict = decide(situation, limits)
@@ -179,6 +181,13 @@ def decided(run: RunDir, attempt: int, ended: ExitRecord, *, asked: str) -> str:
         _close(run, attempt, verdict, situation)
     sys.stderr.write(f"{verdict.action}: {verdict.reason}\n")
     return words_of(verdict, ended)
+
+
+def who_asked(run: RunDir, asked: str) -> Asked:
+    """Tell a person's wish, which ends the run, from the limit or Slurm's TERM, which do not."""
+    if listed(run.stop_file):
+        return "person"
+    return ASKED[asked] if asked else ""
 
 
 def after_term(verdict: Verdict, states: Iterable[str]) -> Verdict:

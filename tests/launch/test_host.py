@@ -121,6 +121,14 @@ def test_a_refused_network_is_told_with_its_evidence(run: RunDir) -> None:
     assert (line.action, "no eth7" in line.ended) == ("requeue", True)
 
 
+def test_the_script_says_who_asked_for_the_end(run: RunDir) -> None:
+    begin(run, 1, "started", job())
+    exit_record.write(run.attempt(1), end("trainer", 75, "saved"))
+    asked = ["verdict", "--asked", "person", str(run.path), "1", "trainer", "0", "75"]
+    assert host.main(asked) == 0
+    assert ledger.read(run.path)[0].code == 75
+
+
 def test_only_a_batch_script_begins_an_attempt() -> None:
     with pytest.raises(LaunchError, match="only a batch script"):
         Job.of({})
