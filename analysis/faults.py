@@ -33,6 +33,7 @@ KINDS = {
 """What a row can count; rows of other kinds are in the table alone."""
 SHOWN_CAUSES = 14
 UNTIMED = -1
+NOT_LOST = ("cancelled", "ungraded")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +56,7 @@ def table(run: Run) -> list[Row]:
     """Count losses by kind, cause and hour; a run without any still has its launch attempts."""
     begin = run.store.span()[0]
     done = run.of(events.TrajectoryEvent)
-    lost = [e for e in done if e.reward is None]
+    lost = [e for e in done if e.reward is None and e.cause != "ungraded"]
     starts = [e for e in run.of(events.SandboxStart) if not e.ok]
     faults, drops = run.of(events.EngineFault), run.of(events.Drop)
     rows = _count("lost trajectory", begin, ((e.cause, e.detail, 1, e.end) for e in lost))
@@ -149,7 +150,7 @@ def _count(kind: str, begin: float, found: Iterable[Told]) -> list[Row]:
 
 
 def _false_zeros(done: Sequence[events.TrajectoryEvent]) -> Iterator[Row]:
-    lost = [each for each in done if each.reward is None and each.cause != "cancelled"]
+    lost = [each for each in done if each.reward is None and each.cause not in NOT_LOST]
     if lost:
         groups = len({each.draw for each in lost})
         yield Row(kind="false zero", cause="rewards", count=len(lost))

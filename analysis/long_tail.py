@@ -77,7 +77,8 @@ def table(run: Run) -> list[Row]:
     size = groups_per_step(run)
     batches: dict[int, list[events.TrajectoryEvent]] = defaultdict(list)
     for done in run.of(events.TrajectoryEvent):
-        batches[done.draw // size].append(done)
+        if done.end > 0:  # an adapter's may have no times
+            batches[done.draw // size].append(done)
     parts = [part for _, some in sorted(batches.items()) for part in _unbroken(some)]
     begins = [min(done.start for done in part) for part in parts]
     shown = _chosen([tail(part, i) for i, part in enumerate(map(_ends, parts))])

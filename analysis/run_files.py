@@ -19,12 +19,14 @@ from agentrl import config as schema
 from agentrl.errors import ConfigError, RecordError
 from agentrl.events import Event
 from analysis.evaluations import Evaluation, read_evaluation
-from analysis.store import EventFile, Store, event_files, open_store
+from analysis.store import EventFile, Store, event_files, from_events, open_store
 from analysis.window import Window
 
 E = TypeVar("E", bound=Event)
 S = TypeVar("S", bound=msgspec.Struct)
 Json = dict[str, object]
+MARKS = ("config.yaml", "events", "evaluations", "sft")
+"""A folder with one of these is a run of ours; another one holds logs of other stacks."""
 ASIDE = ("sft", "eval")
 """Roles whose events are not the training's: each role that starts with one of these."""
 
@@ -98,7 +100,10 @@ def load_run(folder: Path, *, window: Window | None = None) -> Run:
     if not folder.is_dir():
         raise RecordError(f"run {folder}: no such folder (from {Path.cwd()}); give a run directory")
     problems: list[str] = []
-    store, aside = _events(folder, problems)
+    is_ours = any((folder / name).exists() for name in MARKS)
+    is_others = not is_ours and any(folder.iterdir())
+    found, told = _of_others(folder, problems) if is_others else (None, ())
+    store, aside = (found, 0) if found else _events(folder, problems)
     if window:
         store = store.within(*window.bounds(store.span()[0]))
         problems.append(f"Only events from {window.words} are shown.")
@@ -108,7 +113,7 @@ def load_run(folder: Path, *, window: Window | None = None) -> Run:
         store=store,
         aside=aside,
         ledger=tuple(read_lines(folder / "ledger.jsonl", Attempt, problems)),
-        evaluations=_evaluations(folder / "evaluations", problems),
+        evaluations=told or _evaluations(folder / "evaluations", problems),
         sft=_sft(folder / "sft", problems),
         provenance=_provenance(folder / "provenance.json", problems),
         problems=tuple(problems),
@@ -126,6 +131,14 @@ def read_lines(path: Path, kind: type[S], problems: list[str]) -> Iterator[S]:
             bad += 1
     if bad:
         problems.append(f"{path.parent.name}/{path.name}: {bad} lines are torn or not as expected.")
+
+
+def _of_others(folder: Path, problems: list[str]) -> tuple[Store | None, tuple[Evaluation, ...]]:
+    from analysis.sources.folder import read_folder
+
+    events, evaluations, said = read_folder(folder)
+    problems += said
+    return (from_events(events) if events else None), tuple(evaluations)
 
 
 def _events(folder: Path, problems: list[str]) -> tuple[Store, int]:

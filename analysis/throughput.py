@@ -106,9 +106,10 @@ class Bins:
 @remembered
 def table(run: Run) -> list[Row]:
     done = run.store.table(events.TrajectoryEvent)
-    if not len(done):
-        return []
     start, end = numbers(done, "start"), numbers(done, "end")
+    start, end = start[end > 0], end[end > 0]
+    if not len(end):
+        return []
     first = float(start.min())
     bins = Bins(first=first, width=max(1.0, float(end.max()) - first) / BINS)
     under_way = bins.spread(start, end, end - start)

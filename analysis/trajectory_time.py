@@ -85,7 +85,7 @@ def table(run: Run) -> list[Row]:
     begin = steady_from(run)
     rows = []
     for i, done in enumerate(run.of(events.TrajectoryEvent)):
-        if done.reward is None:
+        if done.reward is None or done.end <= 0:
             continue
         spent = {phase: float(sums[i]) for phase, sums in phases.items()}
         rows.append(

@@ -6,7 +6,7 @@ batch's trajectories; model calls 77 % of a trajectory; 84 % at the turn limit, 
 median of 8 turns; pass@1 7.3 → 12.8 → 27.5 % on 100 tasks × 4. With the text of every turn the
 events are about 1 GB. `damage` adds what killed writers, requeues and apart clocks leave behind.
 
-    python -m benchmarks.make_run FOLDER [--trajectories 4211] [--text 3000] [--damage]
+    python -m benchmarks.make_run FOLDER [--trajectories 4211] [--text 4700] [--damage]
 """
 
 from __future__ import annotations
@@ -396,7 +396,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("folder", type=Path)
     arguments.add_argument("--trajectories", type=int, default=4211)
-    arguments.add_argument("--text", type=int, default=3000)
+    arguments.add_argument("--text", type=int, default=4700)
     arguments.add_argument("--damage", action="store_true")
     given = arguments.parse_args(argv)
     calls = round(300_500 * given.trajectories / 4211)

@@ -1,0 +1,195 @@
+"""Event files that killed writers, requeues and apart clocks left: counted, explained, right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from agentrl import events
+from agentrl.errors import ConfigError
+from analysis import reader, store, trajectory_time
+from analysis.run_files import load_run
+from analysis.store import Store, event_files, open_store
+from analysis.window import Window
+
+AT = 1_790_000_000.0
+
+
+def grade(name: str, at: float) -> events.Grade:
+    return events.Grade(trajectory=name, resolved=True, start=AT + at - 1, end=AT + at)
+
+
+def write(folder: Path, name: str, *found: events.Event, more: bytes = b"") -> Path:
+    role, node = name.split("-")
+    writer = events.EventWriter(folder / "events", role, node=node)
+    for event in found:
+        writer.write(event)
+    writer.close()
+    with writer.path.open("ab") as file:
+        file.write(more)
+    return writer.path
+
+
+def read(folder: Path) -> Store:
+    return open_store(folder / "events", event_files(folder / "events"), None)
+
+
+def test_events_come_back_as_they_were_written(odd_path: Path) -> None:
+    step = events.Step(
+        step=1, version=1, wait_s=1, logprob_s=0, update_s=2, publish_s=0, metrics={"reward": 0.5},
+        start=AT, end=AT + 3,
+    )  # fmt: skip
+    group = events.GroupEvent(draw=1, task="ü", rewards=[1.0, None], versions=[0, 1], end=AT)
+    write(odd_path, "trainer-a", step, group)
+    found = read(odd_path)
+    assert found.of(events.Step) == [step]
+    assert found.of(events.GroupEvent) == [group]
+
+
+def test_every_kind_of_damage_is_counted_under_its_own_name(tmp_path: Path) -> None:
+    good = b'{"kind":"grade","trajectory":"t","resolved":true,"end":5.0}'
+    more = b"\n".join(
+        (
+            bytes(300),  # a hole that a network filesystem left
+            bytes(7) + good,
+            b'{"kind":"grade","traj' + good.replace(b"5.0", b"6.0"),
+            b'{"kind":"of tomorrow","x":1}',
+            b'{"kind":"grade","resolved":true}',
+            b"[1,2]",
+            b"\xff\xfe not JSON",
+            b'{"kind":"grade","trajectory":"u","resol',
+        )
+    )
+    write(tmp_path, "inference-a", grade("t", 1), more=more)
+    found = read(tmp_path).index.found
+    assert found.rejected == {
+        "NUL bytes alone": 1, "torn by the next line": 1, "unknown kind of tomorrow": 1,
+        "grade without what it needs": 1, "not an event": 1, "not JSON": 1, "torn last line": 1,
+    }  # fmt: skip
+    assert found.mended == {"NUL bytes around an event": 1}
+    assert len(read(tmp_path)) == 3
+
+
+def test_fields_of_another_version_are_named(tmp_path: Path) -> None:
+    write(
+        tmp_path, "inference-a",
+        more=b'{"kind":"grade","trajectory":"t","resolved":true,"mood":3,"end":5.0}\n',
+    )  # fmt: skip
+    assert any("grade.mood" in problem for problem in load_run(tmp_path).problems)
+
+
+def test_a_segment_written_again_after_a_requeue_counts_once(tmp_path: Path) -> None:
+    some = [grade(f"{i}/0/0", i) for i in range(9)]
+    first = write(tmp_path, "inference-a", *some)
+    first.rename(first.with_name("inference-a-1.jsonl"))
+    write(tmp_path, "inference-a", *some[3:], grade("9/0/0", 9))
+    found = read(tmp_path)
+    assert (len(found), found.index.repeats) == (10, {"grade": 6})
+
+
+def test_the_same_second_on_two_nodes_is_no_repeat(tmp_path: Path) -> None:
+    write(tmp_path, "inference-a", grade("0/0/0", 1))
+    write(tmp_path, "inference-b", grade("0/0/0", 1))
+    assert read(tmp_path).index.repeats == {}
+
+
+def versions(phase: str, *times: float) -> list[events.VersionEvent]:
+    return [
+        events.VersionEvent(version=v, phase=phase, start=AT + at, end=AT + at)
+        for v, at in enumerate(times)
+    ]
+
+
+@pytest.mark.parametrize(("late", "seconds"), [(-40.0, -43.0), (60.0, 57.0)])
+def test_a_node_whose_clock_is_apart_is_moved(tmp_path: Path, late: float, seconds: float) -> None:
+    write(tmp_path, "trainer-t", *versions("published", 0, 100, 200))
+    for node in ("a", "b"):
+        write(tmp_path, f"inference-{node}", *versions("proved", 3, 103, 204))
+    write(
+        tmp_path, "inference-c", *versions("proved", late, late + 100, late + 200), grade("x", 50)
+    )
+    found = read(tmp_path)
+    (skew,) = found.index.skews
+    assert (skew.node, skew.seconds) == ("c", seconds)
+    assert found.of(events.Grade)[0].end == AT + 50 - seconds
+    assert f"{abs(seconds)} s" in skew.words
+
+
+def test_clocks_that_agree_are_left_alone(tmp_path: Path) -> None:
+    write(tmp_path, "trainer-t", *versions("published", 0, 100, 200))
+    write(tmp_path, "inference-a", *versions("proved", 3, 103, 204))
+    write(tmp_path, "inference-b", *versions("proved", 3.3, 103.1, 209))
+    assert read(tmp_path).index.skews == []
+
+
+def test_a_role_that_left_an_exit_record_and_no_events_is_missed(tmp_path: Path) -> None:
+    write(tmp_path, "inference-0", grade("t", 1))
+    for name in ("inference-0", "inference-1"):
+        path = tmp_path / "attempts" / "0001" / "exit" / f"{name}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    said = [problem for problem in load_run(tmp_path).problems if "exit record" in problem]
+    assert len(said) == 1
+    assert "inference-1" in said[0]
+
+
+def test_several_processes_read_what_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = b'{"kind":"grade","trajectory":"%d/0/0","resolved":true,"end":%d,"text":"%s"}\n'
+    lines = [text % (i, 1000 + i, b"x" * (i * 37 % 5000)) for i in range(4000)]
+    write(tmp_path, "inference-a", more=b"".join(lines[:3000]))
+    write(tmp_path, "inference-b", more=b"".join(lines[3000:]) + b'{"kind":"gr')
+    alone = read(tmp_path)
+    monkeypatch.setattr(store, "ALONE", 0)
+    both = read(tmp_path)
+    assert both.of(events.Grade) == alone.of(events.Grade)
+    assert len(both) == 4000
+    assert both.index.found.rejected == alone.index.found.rejected == {"torn last line": 1}
+
+
+def test_a_line_longer_than_a_block_is_whole(tmp_path: Path) -> None:
+    line = b'{"kind":"grade","trajectory":"t","resolved":true,"end":9,"text":"%s"}\n'
+    write(tmp_path, "inference-a", more=line % (b"x" * (reader.BLOCK + 10)) + line % b"")
+    assert len(read(tmp_path)) == 1  # the two are equal in all that is read
+
+
+def test_the_cache_is_used_until_a_file_changes(tmp_path: Path) -> None:
+    path = write(tmp_path, "inference-a", grade("0/0/0", 1))
+    cache = tmp_path / "report" / "cache"
+    load_run(tmp_path)
+    (table,) = cache.glob("*/grade.parquet")
+    assert pq.read_table(table).num_rows == 1
+    table.write_bytes(table.read_bytes()[:40])  # a crash: it is read anew
+    assert len(load_run(tmp_path).store) == 1
+    with path.open("ab") as file:
+        file.write(b'{"kind":"grade","trajectory":"1/0/0","resolved":true,"end":9.0}\n')
+    assert len(load_run(tmp_path).store) == 2
+    assert len(list(cache.glob("*/grade.parquet"))) == 1
+
+
+def test_spans_of_an_attempt_that_was_killed_are_not_another_ones(tmp_path: Path) -> None:
+    def call(start: float, end: float) -> events.ModelCall:
+        return events.ModelCall(
+            trajectory="0/0/0", engine="e", turn=0, prompt_tokens=1, new_tokens=1,
+            start=AT + start, end=AT + end,
+        )  # fmt: skip
+
+    done = events.TrajectoryEvent(
+        trajectory="0/0/0", draw=0, task="t", attempt=0, cause="submitted", reward=1.0,
+        start=AT + 100, end=AT + 120,
+    )  # fmt: skip
+    write(tmp_path, "inference-a", call(0, 30), call(101, 105), done)
+    (row,) = trajectory_time.table(load_run(tmp_path))
+    assert row.model == 4
+
+
+def test_a_window_is_given_by_clock_or_from_the_begin(tmp_path: Path) -> None:
+    write(tmp_path, "inference-a", *(grade(f"{i}/0/0", 60 * i + 1) for i in range(10)))
+    run = load_run(tmp_path, window=Window(since="2m", until="5m"))
+    assert [event.end - AT for event in run.of(events.Grade)] == [121, 181, 241]
+    assert any("2m to 5m" in problem for problem in run.problems)
+    with pytest.raises(ConfigError, match="time 'noon'"):
+        Window(since="noon")
