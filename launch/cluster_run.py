@@ -36,11 +36,10 @@ def launch(run: RunDir, argv: Sequence[str], *, began: str) -> int:
     check_bash(script)
     sbatch.test_only(script)
     run.stop_file.unlink(missing_ok=True)
-    is_chain = config.cluster.requeue == "chain"
-    jobs = [
-        sbatch.submit(script, dependency="singleton" if is_chain else "")
-        for _ in range(config.cluster.chain_depth if is_chain else 1)
-    ]
+    jobs: list[str] = []
+    for _ in range(config.cluster.chain_depth if config.cluster.requeue == "chain" else 1):
+        # not `singleton`: the components of one job have one name, and wait for each other for ever
+        jobs.append(sbatch.submit(script, dependency=f"afterany:{jobs[-1]}" if jobs else ""))
     submission.record(run, number, jobs, began=began, cluster=config.cluster.name, argv=list(argv))
     say(f"job {', '.join(jobs)} on cluster {config.cluster.name}; its log: {folder / LOG}")
     for command in ("watch", "status", "stop"):

@@ -104,7 +104,8 @@ def test_a_job_that_waits_is_stopped_by_cancelling_it(config: Path, fake: Fake) 
 def test_a_chain_is_queued_whole_each_job_after_the_one_before(config: Path, fake: Fake) -> None:
     log = fake("sbatch", SBATCH)
     train.main([str(config), "cluster.requeue=chain", "cluster.chain_depth=3"])
-    assert log.read_text().count("--dependency=singleton") == 3
+    assert log.read_text().count("--parsable") == 3
+    assert log.read_text().count("--dependency=afterany:41") == 2
     script = (config.parent / "r" / "submissions" / "0001" / "script.sbatch").read_text()
     assert "--no-requeue" in script
     assert "scontrol requeue" not in script
