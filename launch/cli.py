@@ -21,6 +21,7 @@ COMMANDS = {
     "watch": "show it live, until the run ends",
     "stop": "ask a run to save and end",
     "cluster": "boot and end a real small Slurm on this machine, to try and to test with",
+    "convert": "turn a model folder from Hugging Face's layout into Megatron's, or back",
     "audit": "prove from a run's files that every draw is accounted for",
     "report": "write the page with a run's plots",
     "sweep": "remove the sandboxes that no living process owns",
