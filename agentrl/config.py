@@ -176,6 +176,18 @@ class TrainingConfig:
     """`token`: mean over the step's tokens. `trajectory`: mean of the trajectories' means."""
     micro_batch_tokens: int = 4096
     """Token budget of one packed micro-batch."""
+    packing: str = "padded"
+    """`padded`: rows of like length side by side. `packed`: end to end in one row, no padding."""
+    device: str = "cpu"
+    """`cpu`, or `gpu`: CUDA or ROCm, whichever torch was built for."""
+    ranks: int = 1
+    """Processes of the trainer, one a GPU; FSDP2 cuts parameters and optimizer over them."""
+    recompute: str = "none"
+    """`layers`: keep a layer's input only, and compute the layer again in backward. `none`."""
+    compile: bool = False
+    """Let torch.compile fuse each decoder layer; pays on a GPU, after a minute's start."""
+    head_tiles_from: int = 32768
+    """Vocabulary from which logits are made and used tile by tile, never whole; 0: always whole."""
     threads: int = 1
     """Torch threads of the trainer on a CPU."""
     checkpoint_every: int = 20

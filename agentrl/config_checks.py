@@ -24,6 +24,9 @@ CHOICES = {
     "training.kl_estimator": ("k1", "k2", "k3"),
     "training.aggregation": ("token", "trajectory"),
     "training.dtype": ("float32", "bfloat16"),
+    "training.packing": ("padded", "packed"),
+    "training.device": ("cpu", "gpu"),
+    "training.recompute": ("none", "layers"),
     "cluster.layout": ("het", "homogeneous"),
     "cluster.requeue": ("requeue", "chain"),
     "handoff": ("files", "socket"),
@@ -44,6 +47,7 @@ POSITIVE = (
     "training.groups_per_step",
     "training.keep_checkpoints",
     "training.keep_versions",
+    "training.ranks",
 )
 NESTED = (
     "agent.command_timeout_s",

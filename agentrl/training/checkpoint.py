@@ -25,8 +25,8 @@ from agentrl.events import CheckpointEvent, NoEvents, Writer, now
 from agentrl.handoff.publish import fsync_folder, publish_json
 from agentrl.rollout.draws import DrawSet
 from agentrl.training import rng
+from agentrl.training.backend import BackendState
 from agentrl.training.model_folder import copy_side_files
-from agentrl.training.torch_backend import BackendState
 
 MANIFEST = "manifest.json"
 TRAINED = "trained"

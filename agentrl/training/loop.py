@@ -6,6 +6,7 @@ takes no step: its draws are consumed and announced under the version that stand
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
@@ -17,11 +18,12 @@ import agentrl.config
 from agentrl.config import RunConfig
 from agentrl.errors import Interrupted, NoSignalError, WaitTimeout
 from agentrl.events import Step, VersionEvent, Writer, now
-from agentrl.training import checkpoint, rng
+from agentrl.training import checkpoint, ranks, rng
+from agentrl.training.backend import Backend
 from agentrl.training.checkpoint import Checkpoint
 from agentrl.training.intake import Batch, Intake
 from agentrl.training.packing import pack, padding_share
-from agentrl.training.torch_backend import Backend, TorchBackend
+from agentrl.training.torch_backend import TorchBackend
 from agentrl.weights.version import Announced, prune, publish_version, reannounce
 
 log = logging.getLogger(__name__)
@@ -44,8 +46,12 @@ def train(
     Returns 0 when the run is done, 75 when `stop` asked for the end and everything is saved.
     Raises WaitTimeout, NoSignalError, DivergedError, PublishError, CheckpointError.
     """
-    trainer = _start(config, attempt, events, backend)
-    with trainer.intake.receiving(attempt, address):
+    with contextlib.ExitStack() as open_ones:
+        if backend is None:
+            world = open_ones.enter_context(ranks.started(config))
+            backend = TorchBackend(Path(config.model.path), config, world=world)
+        trainer = _start(config, attempt, events, backend)
+        open_ones.enter_context(trainer.intake.receiving(attempt, address))
         return _run(trainer, stop)
 
 
@@ -62,9 +68,8 @@ def _run(trainer: _Trainer, stop: Callable[[], bool]) -> int:
         raise
 
 
-def _start(config: RunConfig, attempt: int, events: Writer, backend: Backend | None) -> _Trainer:
+def _start(config: RunConfig, attempt: int, events: Writer, backend: Backend) -> _Trainer:
     rng.seed_all(config.seed)
-    backend = backend or TorchBackend(Path(config.model.path), config)
     found = checkpoint.load_latest(config.run_dir / "checkpoints", events)
     intake = Intake(config=config, consumed={}, events=events)
     trainer = _Trainer(
@@ -135,7 +140,13 @@ class _Trainer:
         return DONE
 
     def take_step(self, batch: Batch) -> None:
-        batches = pack(batch.samples, self.config.training.micro_batch_tokens)
+        training = self.config.training
+        batches = pack(
+            batch.samples,
+            training.micro_batch_tokens,
+            is_packed=training.packing == "packed",
+            ranks=training.ranks,
+        )
         learned = self.backend.train_step(batches)
         self.step += 1
         self.empty_batches = 0

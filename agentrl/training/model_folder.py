@@ -19,7 +19,9 @@ WEIGHTS_FILE = "model.safetensors"
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".index.json")
 
 
-def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
+def load_model(
+    folder: Path, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa"
+) -> nn.Module:
     """Return the causal language model in `folder`. Raises ConfigError when none is there."""
     if not (folder / "config.json").is_file():
         raise ConfigError(
@@ -31,7 +33,7 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> nn.Module:
 
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
     )
     return cast(nn.Module, model)
 

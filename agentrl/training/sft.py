@@ -21,10 +21,10 @@ from agentrl.errors import CheckpointError, DivergedError
 from agentrl.events import NoEvents, Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.training import checkpoint, rng
+from agentrl.training.backend import BackendState
 from agentrl.training.checkpoint import Checkpoint
 from agentrl.training.model_folder import load_model, named_weights, write_model_folder
 from agentrl.training.muon import Muon
-from agentrl.training.torch_backend import BackendState
 from agentrl.training.traces import Trace, TraceBatch, deal, read_traces, stack
 
 log = logging.getLogger(__name__)

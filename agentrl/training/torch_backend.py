@@ -1,67 +1,58 @@
-"""The trainer's arithmetic on a transformers model, behind a Protocol for others to fill."""
+"""The trainer's arithmetic on a transformers model in plain torch, on one process or several.
+
+Parameters and optimizer are float32; bfloat16 is for compute and for the engines. On several
+ranks, and on a GPU in bfloat16, FSDP2 shards them; rank 0 is called, the others follow it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from agentrl.config import RunConfig
 from agentrl.errors import CheckpointError, DivergedError
-from agentrl.training import grpo
-from agentrl.training.model_folder import load_model, named_weights
-from agentrl.training.packing import MicroBatch
+from agentrl.training import ranks
+from agentrl.training.attention import register
+from agentrl.training.backend import Backend as Backend
+from agentrl.training.backend import BackendState as BackendState
+from agentrl.training.convert import single_experts
+from agentrl.training.model_folder import load_model
+from agentrl.training.packing import MicroBatch, deal
+from agentrl.training.policy import Policy, plain_name
+from agentrl.training.ranks import ALONE, World
+from agentrl.training.sharding import layers_of, like, shard, whole
+from agentrl.training.step_loss import Sums, batch_loss
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BackendState:
-    """All that a back end needs to go on bit for bit."""
-
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
-    """`exp_avg/NAME` and so on; scalars as 0-d tensors."""
-    updates: int
-    """Optimizer steps taken: the learning-rate schedule is a function of it."""
-
-
-class Backend(Protocol):
-    """One policy in training. Batches are whole steps; the back end splits work over its ranks."""
-
-    def logprobs(self, batch: MicroBatch) -> Tensor:
-        """Return [N] float32 at the sampling temperature, without gradient."""
-
-    def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Take one optimizer step over all of `batches`; return its metrics."""
-
-    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights under their Hugging Face names, in the dtype that engines load."""
-
-    def state(self) -> BackendState: ...
-
-    def restore(self, state: BackendState) -> None: ...
+STEP, LOGPROBS, GATHER, RESTORE = 1, 2, 3, 4
+SCALARS = "step"
+"""The optimizer's state that is one number a parameter."""
 
 
 class TorchBackend:
-    """One process, one device, float32 parameters; bfloat16 is for compute and for the engines."""
+    """One policy in training; with a world of several ranks, this rank's part of it."""
 
-    def __init__(self, folder: Path, config: RunConfig, *, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, config: RunConfig, *, world: World = ALONE) -> None:
         torch.set_num_threads(config.training.threads)
         self.config = config.training
         self.temperature = config.agent.temperature
-        self.device = torch.device(device)
-        self.model = load_model(folder).to(self.device).train()
+        self.world = world
+        self.device = world.device
+        is_half = self.config.dtype == "bfloat16"
+        self.dtype = torch.bfloat16 if is_half else torch.float32
+        self.is_sharded = world.size > 1 or (is_half and world.mesh is not None)
+        self.policy = self._policy(folder)
         self.reference = (
-            load_model(Path(config.model.path)).to(self.device).eval().requires_grad_(False)
+            self._policy(Path(config.model.path)).requires_grad_(False)
             if self.config.kl_coef
             else None
         )
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            self.policy.parameters(),
             lr=self.config.lr,
             betas=(self.config.beta1, self.config.beta2),
             weight_decay=self.config.weight_decay,
@@ -70,25 +61,92 @@ class TorchBackend:
         self.updates = 0
 
     @property
+    def model(self) -> nn.Module:
+        return self.policy.model
+
+    @property
     def lr(self) -> float:
         """Of the next update: a linear rise to `lr`, then constant."""
         return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
 
-    @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
-        logits = self._logits(self.model, batch)
-        return _chosen(logits, batch.targets.to(self.device)).cpu()
+        self.world.tell(LOGPROBS, ranks.to_tensors([[batch]]))
+        return self._logprobs(batch)
 
     def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        hands = deal(batches, self.world.size)
+        self.world.tell(STEP, ranks.to_tensors(hands) if self.world.size > 1 else None)
+        return self._step(hands[0])
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        dtype = self.dtype
+        self.world.tell(GATHER)
+        for name, tensor in single_experts(self._gathered()):
+            yield name, tensor.to(dtype)
+
+    def state(self) -> BackendState:
+        self.world.tell(GATHER)
+        model = dict(self._gathered())
+        self.world.tell(GATHER, {"optimizer": torch.ones(1)})
+        return BackendState(
+            model=model, optimizer=dict(self._gathered_optimizer()), updates=self.updates
+        )
+
+    def restore(self, state: BackendState) -> None:
+        names = {plain_name(name) for name, _ in self.policy.named_parameters()}
+        if names != state.model.keys():
+            odd = sorted(names ^ state.model.keys())
+            raise CheckpointError(f"checkpoint is of another model: {', '.join(odd[:3])} differ")
+        kinds = sorted({key.partition("/")[0] for key in state.optimizer})
+        told = {kind: torch.ones(1) for kind in kinds}
+        self.world.tell(RESTORE, told | {"updates": torch.tensor([state.updates])})
+        self._restore(state, kinds, state.updates)
+
+    def follow(self) -> None:
+        """Take part in what rank 0 calls, until it ends."""
+        while True:
+            call, told = self.world.heed()
+            if call == STEP:
+                self._step(ranks.from_tensors(told, self.world.rank))
+            elif call == LOGPROBS:
+                self._logprobs(ranks.from_tensors(told, 0)[0])
+            elif call == GATHER:
+                for _ in self._gathered_optimizer() if told else self._gathered():
+                    pass
+            elif call == RESTORE:
+                updates = int(told.pop("updates"))
+                self._restore(None, sorted(told), updates)
+            else:
+                return
+
+    def _policy(self, folder: Path) -> Policy:
+        attention = register() if self.config.packing == "packed" else "sdpa"
+        model = load_model(folder, attention=attention).train()
+        policy = Policy(model, temperature=self.temperature, config=self.config).to(self.device)
+        if self.config.recompute == "layers":
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        for layer in layers_of(policy) if self.config.compile else ():
+            layer.compile()
+        if self.is_sharded:
+            assert self.world.mesh is not None
+            shard(policy, self.world.mesh, self.dtype)
+        return policy
+
+    @torch.no_grad()
+    def _logprobs(self, batch: MicroBatch) -> Tensor:
+        return self._forward(self.policy, batch)[0].cpu()
+
+    def _step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         self.optimizer.zero_grad(set_to_none=True)
-        sums = _Sums()
+        sums = Sums()
         for batch in batches:
-            if len(batch.targets):
+            if len(batch.targets) or self.is_sharded:
                 self._backward(batch, sums)
         lr = self.lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.max_grad_norm)
+        sums.take(self.world.summed(sums.as_tensor()), has_kl=self.reference is not None)
+        norm = whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
         if not torch.isfinite(norm):
             raise DivergedError(
                 f"update {self.updates + 1}: gradient norm {float(norm)}, loss {sums.loss}; the "
@@ -98,113 +156,78 @@ class TorchBackend:
         self.updates += 1
         return {**sums.means(), "grad_norm": float(norm), "lr": lr}
 
-    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
-        for name, tensor in named_weights(self.model):
-            yield name, tensor.to(dtype)
-
-    def state(self) -> BackendState:
-        return BackendState(
-            model=dict(named_weights(self.model)),
-            optimizer={
-                f"{key}/{name}": value
-                for name, parameter in self.model.named_parameters()
-                for key, value in self.optimizer.state.get(parameter, {}).items()
-            },
-            updates=self.updates,
-        )
-
-    @torch.no_grad()
-    def restore(self, state: BackendState) -> None:
-        parameters = dict(self.model.named_parameters())
-        if parameters.keys() != state.model.keys():
-            odd = sorted(parameters.keys() ^ state.model.keys())
-            raise CheckpointError(f"checkpoint is of another model: {', '.join(odd[:3])} differ")
-        for name, parameter in parameters.items():
-            parameter.copy_(state.model[name])
-        self.optimizer.state.clear()
-        for key, value in state.optimizer.items():
-            kind, _, name = key.partition("/")
-            self.optimizer.state[parameters[name]][kind] = value.clone()
-        self.updates = state.updates
-
-    def _backward(self, batch: MicroBatch, sums: _Sums) -> None:
-        logits = self._logits(self.model, batch)
-        logprobs = _chosen(logits, batch.targets.to(self.device))
-        old = logprobs.detach()  # one update a step: the policy at its start is the one we have
-        engine = batch.engine_logprobs.to(self.device)
-        advantages, weights = batch.advantages.to(self.device), batch.weights.to(self.device)
-        clips = {"clip_low": self.config.clip_low, "clip_high": self.config.clip_high}
-        importance = grpo.importance_weights(old, engine, cap=self.config.importance_cap)
-        per_token = importance * grpo.clipped_surrogate(logprobs, old, advantages, **clips)
-        with torch.set_grad_enabled(self.config.entropy_coef != 0):
-            entropy = grpo.entropy(logits)
-        if self.config.entropy_coef:
-            per_token = per_token - self.config.entropy_coef * entropy
+    def _backward(self, batch: MicroBatch, sums: Sums) -> None:
+        logprobs, entropy = self._forward(self.policy, batch)
+        reference = None
         if self.reference is not None:
-            kl = self._kl(batch, logprobs)
-            per_token = per_token + self.config.kl_coef * kl
-            sums.add("kl", kl)
-        loss = (weights * per_token).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
-        sums.loss += float(loss.detach())
-        sums.add("entropy", entropy)
-        sums.add("gap", (old - engine).abs())
-        sums.add("ratio", grpo.raw_ratio(old, engine))
-        sums.add("ratio_square", grpo.raw_ratio(old, engine).square())
-        sums.add("capped", (importance < grpo.raw_ratio(old, engine)).float())
-        clipped = grpo.clip_fraction(logprobs.detach(), old, advantages, **clips)
-        sums.add("clip_fraction", clipped.expand(len(old)))
-        sums.count += len(old)
+            with torch.no_grad():
+                reference = self._forward(self.reference, batch)[0]
+        loss = batch_loss(logprobs, entropy, batch, self.config, sums, reference)
+        # FSDP takes the mean over ranks; the weights in the loss are of the whole step's sum
+        (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
 
-    def _kl(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
-        assert self.reference is not None
-        with torch.no_grad():
-            logits = self._logits(self.reference, batch)
-            reference = _chosen(logits, batch.targets.to(self.device))
-        kind: grpo.Estimator = self.config.kl_estimator  # type: ignore[assignment]
-        return grpo.kl_divergence(logprobs, reference, kind)
-
-    def _logits(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """Return [N, vocabulary] float32, divided by the temperature.
-
-        The head sees only the positions in the loss, a fifth of all or fewer.
-        """
-        tokens, source = batch.tokens.to(self.device), batch.source.to(self.device)
-        body, head = model.get_submodule("model"), model.get_submodule("lm_head")
+    def _forward(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        tokens, source, targets = (
+            part.to(self.device, non_blocking=True)
+            for part in (batch.tokens, batch.source, batch.targets)
+        )
         with self._autocast():
-            hidden = body(input_ids=tokens, use_cache=False).last_hidden_state
-            logits: Tensor = head(hidden.reshape(-1, hidden.shape[-1])[source])
-        return logits.float() / self.temperature
+            answer: tuple[Tensor, Tensor] = policy(
+                tokens, source, targets, _sequences(batch, self.device), self.dtype
+            )
+        return answer
 
     def _autocast(self) -> AbstractContextManager[None]:
-        is_on = self.config.dtype == "bfloat16"
+        is_on = self.dtype == torch.bfloat16 and not self.is_sharded
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_on)
 
+    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter whole, one at a time, on the CPU where it was sharded."""
+        for name, parameter in self.policy.named_parameters():
+            tensor = whole(parameter.detach())
+            yield plain_name(name), tensor.cpu() if self.is_sharded else tensor
 
-class _Sums:
-    """Sums over a step's tokens, float64."""
+    def _gathered_optimizer(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.policy.named_parameters():
+            for kind, value in self.optimizer.state.get(parameter, {}).items():
+                tensor = whole(value)
+                yield f"{kind}/{plain_name(name)}", tensor.cpu() if self.is_sharded else tensor
 
-    def __init__(self) -> None:
-        self.loss = 0.0
-        self.count = 0
-        self._sums: dict[str, float] = {}
-
-    def add(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().double().sum())
-
-    def means(self) -> dict[str, float]:
-        ess = grpo.effective_sample_size(
-            self._sums.get("ratio", 0.0), self._sums.get("ratio_square", 0.0), self.count
-        )
-        names = [name for name in self._sums if not name.startswith("ratio")]
-        return {
-            "loss": self.loss,
-            "ess": ess,
-            **{name: self._sums[name] / max(1, self.count) for name in names},
-        }
+    @torch.no_grad()
+    def _restore(self, state: BackendState | None, kinds: Sequence[str], updates: int) -> None:
+        """Cut rank 0's state over the ranks; None on the others."""
+        self.optimizer.state.clear()
+        for long_name, parameter in self.policy.named_parameters():
+            name = plain_name(long_name)
+            parameter.copy_(like(state.model[name] if state else None, parameter))
+            for kind in kinds:
+                value = state.optimizer[f"{kind}/{name}"] if state else None
+                self.optimizer.state[parameter][kind] = (
+                    _step_count(updates, value, parameter)
+                    if kind == SCALARS
+                    else like(value, parameter)
+                )
+        self.updates = updates
 
 
-def _chosen(logits: Tensor, targets: Tensor) -> Tensor:
-    log_p = torch.log_softmax(logits, dim=-1)
-    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+def _step_count(updates: int, value: Tensor | None, parameter: Tensor) -> Tensor:
+    known = value if value is not None else torch.tensor(float(updates))
+    return known.to(parameter.device, torch.float32, copy=True)
+
+
+def _sequences(batch: MicroBatch, device: torch.device) -> dict[str, Any]:
+    """Return what tells a packed row's sequences apart; {} for rows of one each."""
+    if batch.ends is None:
+        return {}
+    ends, length = batch.ends.long(), batch.tokens.shape[1]
+    lengths = ends.diff()
+    positions = torch.arange(length) - ends[:-1].repeat_interleave(lengths)
+    longest = int(lengths.max())
+    cut = batch.ends.to(device, non_blocking=True)
+    return {
+        "position_ids": positions[None].to(device, non_blocking=True),
+        "cu_seq_lens_q": cut,
+        "cu_seq_lens_k": cut,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }

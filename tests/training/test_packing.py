@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.training.packing import Sample, pack, padding_share, stack
+from agentrl.training.packing import Sample, join, pack, padding_share, stack
 
 
 def sample(length: int, mark: int = 1) -> Sample:
@@ -71,3 +73,31 @@ def test_the_first_token_is_never_in_the_loss():
 def test_padding_is_reported():
     assert padding_share(pack([sample(10), sample(5)], 20)) == 0.25
     assert padding_share([]) == 0.0
+
+
+@given(lengths, st.integers(10, 200), st.integers(1, 4))
+def test_packed_rows_hold_every_sample_whole_and_keep_the_budget(sizes, budget, ranks):
+    samples = [sample(size, mark=index + 1) for index, size in enumerate(sizes)]
+    batches = pack(samples, budget, is_packed=True, ranks=ranks)
+    assert padding_share(batches) == 0
+    seen = []
+    for batch in batches:
+        spans = list(pairwise(batch.ends.tolist()))
+        assert batch.tokens.numel() <= budget or len(spans) == 1
+        seen += [(int(batch.tokens[0, first]), last - first) for first, last in spans]
+    assert sorted(seen) == [(index + 1, size) for index, size in enumerate(sizes)]
+    assert sum(len(batch.targets) for batch in batches) == sum(s.sampled_tokens for s in samples)
+
+
+def test_packed_targets_and_sources_stay_within_their_own_sequence():
+    batch = join([sample(2, mark=5), sample(4, mark=7)])
+    assert batch.targets.tolist() == [5, 7, 7]
+    assert batch.source.tolist() == [0, 2, 4]
+    assert batch.engine_logprobs.tolist() == [-1, -1, -3]
+    assert batch.advantages.tolist() == [5, 7, 7]
+
+
+def test_packed_micro_batches_are_as_even_as_the_samples_let_them_be():
+    sizes = [50, 40, 30, 20, 10, 10, 20, 20]
+    batches = pack([sample(size) for size in sizes], 100, is_packed=True, ranks=2)
+    assert [batch.real_tokens for batch in batches] == [100, 100]

@@ -1,0 +1,109 @@
+"""Causal attention over rows that hold several sequences one after another, without a mask.
+
+Registered with transformers as `agentrl_packed`. On a GPU in bfloat16 or float16 torch's varlen
+kernel (flash attention by the sequences' ends) does it; else each sequence has its own
+scaled_dot_product_attention, which the flash kernel serves too. No [T, T] mask anywhere: at 64k
+tokens one of booleans alone would be 4 GiB. Rows with one sequence each, padded on the right, need
+no ends: a causal row never looks to the right.
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from agentrl.errors import ConfigError
+
+NAME = "agentrl_packed"
+
+
+def register() -> str:
+    """Make the attention known to transformers; return the name to ask it by."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, packed_attention)
+    return NAME
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int = 0,
+    **ignored: Any,
+) -> tuple[Tensor, None]:
+    """Return [rows, T, heads, dim] of [rows, heads, T, dim]; transformers' attention interface.
+
+    cu_seq_lens_q: [sequences + 1] int32, 0 first, the ends of the one row's sequences.
+    Raises ConfigError for a model with a sliding window.
+    """
+    del module, attention_mask, ignored
+    if sliding_window is not None:
+        raise ConfigError(
+            f"the model has a sliding window of {sliding_window}: training.packing=packed "
+            "attends to whole sequences only; use padded"
+        )
+    if cu_seq_lens_q is None:
+        return _attend(query, key, value, scaling).transpose(1, 2), None
+    if _takes_varlen(query):
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    parts = [
+        _attend(query[:, :, first:last], key[:, :, first:last], value[:, :, first:last], scaling)
+        for first, last in pairwise(cu_seq_lens_q.tolist())
+    ]
+    return torch.cat(parts, 2).transpose(1, 2), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+    )
+
+
+def _takes_varlen(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and HAS_VARLEN
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
+    options: dict[str, Any] = {"scale": scale}
+    if "enable_gqa" in _VARLEN_TAKES:
+        options["enable_gqa"] = True
+    else:
+        repeats = rows[0].shape[1] // rows[1].shape[1]
+        rows[1:] = [part.repeat_interleave(repeats, 1) for part in rows[1:]]
+    if "window_size" in _VARLEN_TAKES:
+        options["window_size"] = (-1, 0)
+    else:
+        options["is_causal"] = True
+    query, key, value = rows
+    out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    return cast(Tensor, out)[None]
+
+
+def _varlen_arguments() -> frozenset[str]:
+    """Return what this torch's varlen_attn takes: `window_size` came after `is_causal`."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_VARLEN_TAKES = _varlen_arguments()
+HAS_VARLEN = "scale" in _VARLEN_TAKES

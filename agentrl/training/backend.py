@@ -1,0 +1,39 @@
+"""What the trainer asks of a back end, and what a back end's state is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from agentrl.training.packing import MicroBatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendState:
+    """All that a back end needs to go on bit for bit, whole: on any number of ranks."""
+
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    """`exp_avg/NAME` and so on; scalars as 0-d tensors."""
+    updates: int
+    """Optimizer steps taken: the learning-rate schedule is a function of it."""
+
+
+class Backend(Protocol):
+    """One policy in training. Batches are whole steps; the back end splits work over its ranks."""
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return [N] float32 at the sampling temperature, without gradient."""
+
+    def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Take one optimizer step over all of `batches`; return its metrics."""
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights under their Hugging Face names, in the dtype that engines load."""
+
+    def state(self) -> BackendState: ...
+
+    def restore(self, state: BackendState) -> None: ...

@@ -1,0 +1,200 @@
+"""The trainer's ranks: rank 0 leads, each other rank follows it call by call.
+
+Rank 0 is the trainer role itself. It starts the others on its node as torchrun would (RANK,
+LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), tells them what is called as safetensors bytes
+over gloo (nothing is pickled), and they take part in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from agentrl.config import RunConfig, to_yaml
+from agentrl.errors import ConfigError, LaunchError
+from agentrl.training.packing import MicroBatch
+
+log = logging.getLogger(__name__)
+END_S = 60.0
+"""Longest that a follower may take to leave once told to."""
+SLACK_S = 600.0
+"""Beyond the longest wait for groups: checkpointing, publishing."""
+
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """Where this process stands among the trainer's ranks."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU
+    mesh: DeviceMesh | None = None
+    """None: no process group, one process that shards nothing."""
+    control: dist.ProcessGroup | None = None
+    """gloo, for what rank 0 tells."""
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def tell(self, call: int, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Rank 0: let the followers take part in `call` with these tensors."""
+        if self.size == 1:
+            return
+        named = {name: one.contiguous() for name, one in (tensors or {}).items()}
+        data = safetensors.torch.save(named) if named else b""
+        dist.broadcast(torch.tensor([call, len(data)]), 0, group=self.control)
+        if data:
+            payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            dist.broadcast(payload, 0, group=self.control)
+
+    def heed(self) -> tuple[int, dict[str, Tensor]]:
+        """Follower: wait for the next call; return it with its tensors."""
+        head = torch.zeros(2, dtype=torch.int64)
+        dist.broadcast(head, 0, group=self.control)
+        call, size = head.tolist()
+        if not size:
+            return call, {}
+        payload = torch.zeros(size, dtype=torch.uint8)
+        dist.broadcast(payload, 0, group=self.control)
+        return call, safetensors.torch.load(payload.numpy().tobytes())
+
+    def summed(self, values: Tensor) -> Tensor:
+        """Return `values` (CPU) added up over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(values, group=self.control)
+        return values
+
+
+ALONE = World()
+
+
+def join(environment: Mapping[str, str], config: RunConfig) -> World:
+    """Take this process's place among the ranks that torchrun's variables tell of."""
+    rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    device = pick_device(config, int(environment["LOCAL_RANK"]))
+    store = TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        size,
+        is_master=False,
+        timeout=_patience(config),
+    )
+    return _open(store, rank, size, device, config)
+
+
+def pick_device(config: RunConfig, local_rank: int = 0) -> torch.device:
+    """Return the device that training.device means here. Raises ConfigError when it isn't there."""
+    if config.training.device == "cpu":
+        return CPU
+    found = torch.cuda.device_count()  # of ROCm, too
+    if local_rank >= found:
+        raise ConfigError(
+            f"training.device=gpu, training.ranks={config.training.ranks}: torch "
+            f"{torch.__version__} sees {found} GPUs here; ask the cluster for more, or set "
+            "training.device=cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@contextlib.contextmanager
+def started(config: RunConfig) -> Iterator[World]:
+    """Be rank 0: start the other ranks, and end them with the block."""
+    device = pick_device(config)
+    size = config.training.ranks
+    if size == 1 and device.type == "cpu":
+        yield ALONE
+        return
+    store = TCPStore(
+        "127.0.0.1", 0, size, is_master=True, timeout=_patience(config), wait_for_workers=False
+    )
+    followers = [_start(config, rank, store.port) for rank in range(1, size)]
+    try:
+        world = _open(store, 0, size, device, config)
+        yield world
+        world.tell(END)
+        for rank, follower in enumerate(followers, 1):
+            if follower.wait(END_S):
+                raise LaunchError(f"trainer rank {rank} ended with {follower.returncode}")
+    finally:
+        for follower in followers:
+            follower.kill()
+            follower.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+END = 0
+"""The call that ends the followers."""
+
+
+def _start(config: RunConfig, rank: int, port: int) -> subprocess.Popen[str]:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": config.training.ranks}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "agentrl.training.follower"],
+        env={**os.environ, **{name: str(value) for name, value in (place | master).items()}},
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin is not None
+    process.stdin.write(to_yaml(config))
+    process.stdin.close()
+    return process
+
+
+def _open(store: Store, rank: int, size: int, device: torch.device, config: RunConfig) -> World:
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=_patience(config)
+    )
+    control = dist.new_group(backend="gloo", timeout=_patience(config))
+    mesh = init_device_mesh(device.type, (size,))
+    log.info("rank %d of %d trains on %s", rank, size, device)
+    return World(rank=rank, size=size, device=device, mesh=mesh, control=control)
+
+
+def _patience(config: RunConfig) -> datetime.timedelta:
+    return datetime.timedelta(seconds=config.training.wait_timeout_s + SLACK_S)
+
+
+_TENSORS = tuple(item.name for item in fields(MicroBatch) if item.name != "real_tokens")
+
+
+def to_tensors(hands: Sequence[Sequence[MicroBatch]]) -> dict[str, Tensor]:
+    """Return the ranks' micro-batches as named tensors, to be told."""
+    return {
+        f"{rank}/{place}/{name}": tensor
+        for rank, hand in enumerate(hands)
+        for place, batch in enumerate(hand)
+        for name in _TENSORS
+        if (tensor := getattr(batch, name)) is not None
+    }
+
+
+def from_tensors(tensors: Mapping[str, Tensor], rank: int) -> list[MicroBatch]:
+    """Return the micro-batches of `rank` from what was told."""
+    found: dict[int, dict[str, Any]] = {}
+    for key, tensor in tensors.items():
+        owner, place, name = key.split("/")
+        if int(owner) == rank:
+            found.setdefault(int(place), {})[name] = tensor
+    return [MicroBatch(**found[place], real_tokens=0) for place in sorted(found)]

@@ -1,0 +1,47 @@
+"""FSDP2 over a policy: each decoder layer a unit, all else one more; and whole tensors again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from agentrl.training.policy import Policy
+
+
+def layers_of(policy: Policy) -> Iterator[nn.Module]:
+    layers = policy.model.get_submodule("model.layers")
+    return iter(cast(nn.ModuleList, layers))
+
+
+def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Cut the parameters over the mesh; compute in `dtype`, sum gradients in float32."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for layer in layers_of(policy):
+        fully_shard(layer, mesh=mesh, mp_policy=precision)
+    fully_shard(policy, mesh=mesh, mp_policy=precision)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a sharded tensor on each rank; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(full: Tensor | None, model: Tensor) -> Tensor:
+    """Cut rank 0's `full` as `model` is cut; other ranks give None. float32, on model's device."""
+    if not isinstance(model, DTensor):
+        assert full is not None
+        return full.to(model.device, torch.float32, copy=True)
+    if full is None:
+        full = torch.empty(model.shape, dtype=torch.float32)
+    full = full.to(model.device, torch.float32)
+    return cast(Tensor, distribute_tensor(full, model.device_mesh, model.placements))

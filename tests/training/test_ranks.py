@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from fabricate import make_group
+
+from agentrl.errors import ConfigError
+from agentrl.training import ranks
+from agentrl.training.intake import make_batch
+from agentrl.training.packing import deal, pack
+from agentrl.training.torch_backend import TorchBackend
+
+
+def samples(config):
+    groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
+    return make_batch(groups, 0, config, Counter()).samples
+
+
+def batches_of(config):
+    is_packed = config.training.packing == "packed"
+    return pack(samples(config), 60, is_packed=is_packed, ranks=config.training.ranks)
+
+
+def learn(model, config):
+    """Return log-probabilities before two steps, the last one's metrics, state and export."""
+    batches = batches_of(config)
+    with ranks.started(config) as world:
+        backend = TorchBackend(model, config, world=world)
+        before = [backend.logprobs(batch) for batch in batches]
+        for _ in range(2):
+            metrics = backend.train_step(batches)
+        exported = dict(backend.export_hf())
+        return torch.cat(before), metrics, backend.state(), exported
+
+
+def assert_same(mine, other):
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        torch.testing.assert_close(tensor, other[name], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["padded", "packed"])
+def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing):
+    tiny_config.training.packing = packing
+    tiny_config.training.recompute = "layers"
+    tiny_config.training.head_tiles_from = 2
+    tiny_config.training.kl_coef = 0.1
+    tiny_config.training.lr = 1e-4
+    alone = learn(tiny_model, tiny_config)
+    tiny_config.training.ranks = 2
+    together = learn(tiny_model, tiny_config)
+    assert together[0].sort().values == pytest.approx(alone[0].sort().values, abs=1e-5)
+    assert together[1] == pytest.approx(alone[1], abs=1e-5, rel=1e-4)
+    assert_same(together[2].model, alone[2].model)
+    assert_same(together[3], alone[3])
+
+
+@pytest.mark.slow
+def test_what_two_ranks_saved_one_goes_on_with_and_the_other_way_round(tiny_model, tiny_config):
+    alone = TorchBackend(tiny_model, tiny_config)
+    tiny_config.training.ranks = 2
+    batches = batches_of(tiny_config)
+    alone.train_step(batches)
+    with ranks.started(tiny_config) as world:
+        together = TorchBackend(tiny_model, tiny_config, world=world)
+        together.restore(alone.state())
+        for backend in (alone, together):
+            backend.train_step(batches)
+        assert_same(together.state().model, alone.state().model)
+        alone.restore(together.state())
+        for backend in (alone, together):
+            backend.train_step(batches)
+        assert together.updates == alone.updates == 3
+        assert_same(together.state().optimizer, alone.state().optimizer)
+
+
+def test_gpus_that_are_not_there_are_named(tiny_config):
+    tiny_config.training.device = "gpu"
+    if torch.cuda.is_available():
+        pytest.skip("there are some here")
+    with pytest.raises(ConfigError, match="sees 0 GPUs here"), ranks.started(tiny_config):
+        pass
+
+
+def test_every_rank_gets_as_many_micro_batches_and_all_of_them(tiny_config):
+    batches = batches_of(tiny_config)[:5]
+    hands = deal(batches, 3)
+    assert [len(hand) for hand in hands] == [2, 2, 2]
+    dealt = [batch for hand in hands for batch in hand if batch.real_tokens]
+    assert sorted(map(id, dealt)) == sorted(map(id, batches))
+
+
+def test_micro_batches_are_told_without_a_change(tiny_config):
+    tiny_config.training.packing = "packed"
+    hands = deal(batches_of(tiny_config), 2)
+    told = ranks.from_tensors(ranks.to_tensors(hands), 1)
+    for mine, other in zip(told, hands[1], strict=True):
+        assert torch.equal(mine.tokens, other.tokens)
+        assert mine.ends is None or torch.equal(mine.ends, other.ends)
