@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,9 @@ class Bench:
             async with EngineClient(
                 supervisor.urls, self.config, weights=supervisor.weights
             ) as client:
-                found["update"] = await self._update(supervisor, client)
+                found["updates"] = [
+                    await self._update(supervisor, client, version) for version in (1, 2)
+                ]
                 for name in ("SIGSTOP", "SIGKILL"):
                     found[name] = await self._fault(supervisor, client, name)
         finally:
@@ -210,19 +212,21 @@ class Bench:
         for one in psutil.Process(pid).children(recursive=True) or [psutil.Process(pid)]:
             one.send_signal(signal.Signals[name])
 
-    async def _update(self, supervisor: EngineSupervisor, client: EngineClient) -> dict[str, Any]:
+    async def _update(
+        self, supervisor: EngineSupervisor, client: EngineClient, version: int
+    ) -> dict[str, Any]:
         tensors = [
-            (name, (tensor.float() * 1.001).to(tensor.dtype))
+            (name, (tensor.float() * (1 + version / 1000)).to(tensor.dtype))
             for name, tensor in read_tensors(self.model)
         ]
         size = sum(tensor.nbytes for _, tensor in tensors)
         announced = publish_version(
-            self.folder / "weights", run="bench", attempt=1, version=1, step=1, tensors=tensors,
-            model_folder=self.model, consumed=[],
+            self.folder / "weights", run="bench", attempt=1, version=version, step=version,
+            tensors=tensors, model_folder=self.model, consumed=[],
         )  # fmt: skip
         files = sorted(announced.folder.glob("*.safetensors"))
         read_s = min(_timed_read(files) for _ in range(2))
-        calls = asyncio.create_task(self.shape.run(client, 991))
+        calls = asyncio.create_task(self.shape.run(client, 990 + version))
         await asyncio.sleep(0.3)
         began = time.perf_counter()
         await supervisor.update(announced)
@@ -269,7 +273,7 @@ async def measure(bench: Bench, *, graphs_off: bool) -> dict[str, Any]:
     found["faults"] = await bench.faults()
     print(json.dumps(found["faults"]), flush=True)
     if graphs_off:
-        found["graphs_off"] = await bench.throughput(graphs=False)
+        found["graphs_off"] = await replace(bench, rounds=1).throughput(graphs=False)
     return found
 
 

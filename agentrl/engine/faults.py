@@ -25,6 +25,8 @@ Kind = Literal[
 ]
 HOST_KINDS: frozenset[Kind] = frozenset({"hardware", "gpu_lost"})
 """The GPU or its node is broken: one is enough to make the node a suspect."""
+WEAK_KINDS: frozenset[Kind] = frozenset({"import", "model", "port", "scheduler"})
+"""Said of an end they explain it; said of an engine that goes on they mean nothing."""
 LASTING_KINDS: frozenset[Kind] = frozenset({"import", "model"})
 """The next start meets the same: restarting cannot help."""
 
@@ -54,7 +56,8 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ("memory_access", r"unspecified launch failure|HSA_STATUS_ERROR_MEMORY_APERTURE_VIOLATION"),
     ("kernel", r"HSA_STATUS_ERROR\w*|device-side assert"),
     ("port", r"[Aa]ddress already in use|EADDRINUSE|[Pp]ort (?:\d+ )?is already in use"),
-    ("import", r"(?:ModuleNotFoundError|ImportError): |undefined symbol: |No module named "),
+    # at its start: servers report optional imports that failed, within lines of their log
+    ("import", r"^(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named "),
     ("model", r"size mismatch for |does not appear to have a file named|Unrecognized model in"),
     ("model", r"Cannot find any model weights|is not a local folder and is not a valid model"),
     ("collective", r"(?:NCCL|RCCL) error|nccl(?:System|UnhandledCuda|Internal|Remote)Error"),
@@ -63,6 +66,11 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ("scheduler", r"Scheduler hit an exception: |scheduler died during initialization"),
 )
 _COMPILED = tuple((kind, re.compile(pattern)) for kind, pattern in _PATTERNS)
+_HINT = re.compile(
+    r"rror|xception|ault|Hang|NVRM|NOT_|captur|emory|timed|timeout|fail|lost|bus|reset|module|"
+    r"mismatch|appear|symbol|model|use|assert|died"
+)
+"""In every line that a pattern matches: most lines of a busy server's log are passed over by it."""
 _SUSPICIOUS = re.compile(
     r"\b(?:Traceback \(most recent|[A-Z]\w*(?:Error|Exception)\b|CRITICAL|FATAL|[Ff]ault\b|"
     r"SIGABRT|SIGSEGV|Aborted|core dumped)"
@@ -82,6 +90,8 @@ class FaultLine:
 
 def classify(line: str) -> FaultLine | None:
     """Return what `line` says is broken, None for a line of no fault."""
+    if not _HINT.search(line):
+        return None
     for kind, pattern in _COMPILED:
         if pattern.search(line):
             return FaultLine(kind=kind, text=line.strip()[:500])
@@ -90,35 +100,43 @@ def classify(line: str) -> FaultLine | None:
 
 @dataclass(slots=True)
 class LogReader:
-    """Takes a log in pieces as it grows; remembers the first fault and counts odd lines."""
+    """Takes a log in pieces as it grows; remembers its faults and counts odd lines."""
 
-    first: FaultLine | None = None
+    acting: FaultLine | None = None
+    """The first fault that an engine does not survive, or will not."""
     cause: FaultLine | None = None
-    """The first fault that names a cause, which "Scheduler hit an exception" does not."""
+    """What an end would be called: that, or else the last of the weak kinds."""
     kinds: Counter[Kind] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
     """Lines that look like errors and fit nothing above, digits left out, at most 100 of them."""
     _rest: str = ""
 
     def feed(self, text: str) -> FaultLine | None:
-        """Take the next piece; return the first fault of the whole log so far."""
+        """Take the next piece; return the first fault that the engine does not survive."""
         *lines, self._rest = (self._rest + text).split("\n")
         self._take(lines)
         self._rest = self._rest[-4000:]  # a progress bar may never end its line
-        return self.first
+        return self.acting
 
     def end(self) -> FaultLine | None:
         """Take a last line without an end."""
         self._take([self._rest])
         self._rest = ""
-        return self.first
+        return self.cause
+
+    def forget(self) -> None:
+        """The engine came up: what it said on the way there explains nothing later."""
+        self.acting = self.cause = None
 
     def _take(self, lines: Iterable[str]) -> None:
         for line in lines:
             if (found := classify(line)) is not None:
                 self.kinds[found.kind] += 1
-                self.first = self.first or found
-                if self.cause is None or self.cause.kind == "scheduler":
+                if found.kind != "scheduler" and found.kind in WEAK_KINDS:
+                    self.cause = self.acting or found
+                    continue
+                self.acting = self.acting or found
+                if self.cause is None or self.cause.kind in WEAK_KINDS:
                     self.cause = found
             elif _SUSPICIOUS.search(line) and not _HARMLESS.search(line):
                 shape = re.sub(r"\d+", "N", line.strip())[:200]

@@ -67,6 +67,7 @@ class EngineKeeper:
     """Set by whoever else finds it faulty."""
     _ready: Ready = field(default_factory=Ready)
     _started_with: Announced | None = None
+    _has_graphs: bool = True
 
     @property
     def name(self) -> str:
@@ -140,6 +141,7 @@ class EngineKeeper:
             weights = await self._bring_up(log)
         except (*FAULTS, OSError) as error:
             return self._fault_of(error, log)
+        log.forget()
         self.settled.set()
         self.node.reports.state(self.name, "ready", weights.version)
         assert self.process is not None  # _start set it
@@ -152,7 +154,9 @@ class EngineKeeper:
             log=log,
         )
         reported = self._reported
-        back = self.node.history.graphs_return_in(self.index, time.monotonic())
+        back = None
+        if not self._has_graphs:
+            back = self.node.history.graphs_return_in(self.index, time.monotonic()) or 0.0
 
         async def told() -> Fault:
             return await reported
@@ -167,12 +171,13 @@ class EngineKeeper:
         node, announced = self.node, self.node.wanted()
         node.reports.state(self.name, "starting", -1)
         self._started_with = announced
+        self._has_graphs = node.history.has_graphs(self.index, time.monotonic())
         start = Start(
             index=self.index,
             announced=announced,
             log=self.log,
             share=self.share,
-            graphs=node.history.has_graphs(self.index, time.monotonic()),
+            graphs=self._has_graphs,
         )
         with Leased(announced, self.name):
             self.process, self._ready = await launch(node.config, node.model, start)

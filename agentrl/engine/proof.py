@@ -83,7 +83,8 @@ class EngineWeights:
 
         Where the engine hashes as we do, its checksum must be the announced one. SGLang's hashes
         are its own: there the label must fit and the hashes must have changed, which proves that
-        some other weights arrived, not which; after a start, the label alone.
+        some other weights arrived, not which; after a start, the label alone. (They are taken then
+        too: to compare with, and because the first ones compile a kernel for seconds.)
         """
         version = 0 if announced is None else announced.version
         found = await self.admin.weight_version()
@@ -93,10 +94,10 @@ class EngineWeights:
                 f"version {version} was announced, it answers {found!r}"
                 + (f" and said: {message}" if message else ""),
             )
-        if announced is None:
+        if announced is None and self.able.checksum == "equal":
             return
         ranks = await self.admin.checksums()
-        if self.able.checksum == "own":
+        if announced is None or self.able.checksum == "own":
             before, self._own_checksums = self._own_checksums, ranks
             if before is not None and before == ranks:
                 self._refuse(version, f"it calls its weights {version}, but they did not change")

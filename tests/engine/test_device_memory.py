@@ -33,8 +33,10 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Tool:
 
 def test_nvidia_is_read_by_index_and_by_uuid() -> None:
     assert parse_nvidia("0, GPU-aa, 512\n1, GPU-bb, 90112\n") == {
-        "0": 512, "GPU-aa": 512,
-        "1": 90112, "GPU-bb": 90112,
+        "0": 512,
+        "GPU-aa": 512,
+        "1": 90112,
+        "GPU-bb": 90112,
     }
 
 

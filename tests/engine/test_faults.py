@@ -43,14 +43,13 @@ def test_lines_that_look_like_errors_and_are_not_known_are_counted_by_shape() ->
     reader = LogReader()
     reader.feed("QuantumError: bit 17 lost\nQuantumError: bit 3 lost\nall is well\n")
     assert reader.unknown == {"QuantumError: bit N lost": 2}
-    assert reader.first is None
+    assert reader.acting is None
 
 
 def test_the_cause_is_named_and_not_what_followed_from_it() -> None:
     reader = LogReader()
     reader.feed("Scheduler hit an exception: Traceback\nHIP out of memory.\nNCCL error: abort\n")
-    assert reader.first is not None
-    assert reader.first.kind == "scheduler"
+    assert reader.acting is not None
     assert reader.cause is not None
     assert reader.cause.kind == "out_of_memory"
 
@@ -59,3 +58,19 @@ def test_the_cause_is_named_and_not_what_followed_from_it() -> None:
 def test_any_line_is_classified_or_not_without_an_error(line: str) -> None:
     found = classify(line)
     assert found is None or len(found.text) <= 500
+
+
+def test_an_optional_import_that_failed_is_no_fault_and_a_failed_one_explains_an_end() -> None:
+    reader = LogReader()
+    reader.feed("[TP0] Ignore import error when loading x: No module named 'helion'\n")
+    assert reader.cause is None
+    assert reader.feed("ImportError: libcudart.so.13: cannot open shared object file\n") is None
+    assert reader.cause is not None, "it says why, should the process end"
+    reader.forget()
+    assert reader.cause is None
+
+
+def test_a_fault_that_ends_an_engine_stays_the_cause_whatever_follows() -> None:
+    reader = LogReader()
+    reader.feed("HIP out of memory.\nImportError: while shutting down\n")
+    assert reader.cause == reader.acting
