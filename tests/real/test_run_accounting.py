@@ -1,0 +1,24 @@
+"""A run where Slurm keeps accounts: the same life, and a state that outlives squeue's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lab_run import LabRun
+
+from slurm.lab import Lab
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_a_run_under_accounting_is_requeued_and_ends(lab_accounting: Lab, odd_path: Path) -> None:
+    run = LabRun(lab_accounting, odd_path)
+    run.train("training.steps=12")
+    run.until_checkpoint(2)
+    run.lab.run(["scancel", "--batch", "--signal=USR2", run.job])
+    last = run.finish()
+    assert [line.action for line in run.ledger()] == ["requeue", "done"]
+    assert last.step_end == 12
+    said = run.lab.run(["sacct", "--noheader", "--parsable2", f"--jobs={run.job}", "-X"]).stdout
+    assert said.count("COMPLETED") == 2
