@@ -156,6 +156,13 @@ def test_a_wrong_partition_is_refused_before_anything_is_queued(run: LabRun) -> 
     assert run.status()["state"] == "not begun"
 
 
+def test_a_pin_that_no_node_has_ends_the_run_with_the_evidence(run: LabRun) -> None:
+    run.train("cluster.interface_pin=eth9")
+    last = run.finish()
+    assert (last.action, last.code, len(run.ledger())) == ("stop", 2, 1)
+    assert "interface_pin='eth9'" in last.ended
+
+
 def test_two_runs_at_once_do_not_disturb_each_other(run: LabRun) -> None:
     other = LabRun(run.lab, run.folder, name="other")
     shares = ["cluster.trainer.gpus_per_node=4", "training.steps=6"]
