@@ -96,17 +96,17 @@ class EngineKeeper:
     async def update(self) -> None:
         """Take it to what is announced; a failure ends its process."""
         async with self._lock:
+            life = self._reported  # not the next one's, should this one end meanwhile
             if self.weights is None:
                 return  # starting: it takes what is announced by then
             try:
                 await self.weights.reach(self.node.wanted)
             except FAULTS as error:
-                self.report(Fault(cause=_cause(error), detail=str(error)))
+                _end(life, Fault(cause=_cause(error), detail=str(error)))
 
     def report(self, fault: Fault) -> None:
         """End this life for a fault that was found elsewhere."""
-        if self._reported is not None and not self._reported.done():
-            self._reported.set_result(fault)
+        _end(self._reported, fault)
 
     async def kill(self) -> None:
         self.weights = None
@@ -267,6 +267,11 @@ class EngineKeeper:
             f"{fault.detail}. Its log {self.log} ends:\n{tail(self.log)}"
         )
         self.node.reports.state(self.name, "failed", -1)
+
+
+def _end(life: asyncio.Future[Fault] | None, fault: Fault) -> None:
+    if life is not None and not life.done():
+        life.set_result(fault)
 
 
 def _cause(error: BaseException) -> str:

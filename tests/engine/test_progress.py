@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+import random
+
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.engine.progress import Load, Progress
@@ -80,3 +82,33 @@ def test_a_stall_over_the_limit_is_found_whatever_came_before(
     found = first_hang(fresh(), [*before, *[stuck] * 12])
     assert found is not None
     assert found >= len(before)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=30)
+def test_thirty_minutes_of_long_prompts_pauses_and_pushes_raise_no_alarm_and_a_hang_does(
+    seed: int,
+) -> None:
+    """Periods and limits as Watch sets them for engine.hang_s=10; half a second a sample."""
+    rng, at, mark = random.Random(seed), 0.0, 0.0
+    progress = Progress(limit_s=8.5, interval_cap_s=2.0)
+    while at < 1800:
+        kind = rng.choice(["decode", "prefill", "pause", "idle", "absent"])
+        length = rng.uniform(0.5, {"prefill": 8.0, "pause": 120.0}.get(kind, 30.0))
+        until = at + length
+        if kind == "absent":  # this process was not run: one late sample
+            at = until
+        while at < until:
+            at += 0.5
+            mark += kind == "decode"
+            if kind == "pause":
+                progress.excuse()
+                continue
+            running = 0 if kind == "idle" else 40
+            assert not progress.sample(at, Load(running=running, mark=(mark,)))
+        mark += 1  # the prompt's last chunk came out
+        assert not progress.sample(at, Load(running=40, mark=(mark,)))
+    last_token = at
+    while not progress.sample(at, Load(running=40, mark=(mark,))):
+        at += 0.5
+    assert at - last_token <= 10
