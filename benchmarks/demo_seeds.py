@@ -54,7 +54,7 @@ def main() -> int:
 def seed_row(config: str, seed: int, overrides: list[str]) -> dict[str, Any]:
     """Run the demo for one seed unless its evaluations are all there; return its figures."""
     name = f"demo-seed{seed}"
-    command = [sys.executable, "-m", "launch.demo", config, *overrides]
+    command = [sys.executable, "-m", "launch.demo", config, "--control-attempts", "4", *overrides]
     command += [f"name={name}", f"seed={seed}", f"model.path=data/{name}/model"]
     row: dict[str, Any] = {"seed": seed}
     if len(found := summaries(name)) < EVALUATIONS:

@@ -1,4 +1,4 @@
-"""`agentrl evaluate CONFIG [--model PATH] [--each SPLIT:T] [key=value …]`: pass@k of a model.
+"""`agentrl evaluate CONFIG [--model PATH] [--each SPLIT:T[:N]] [key=value …]`: pass@k of a model.
 
 The model is, unless given, the run's newest version, else its fine-tuned model, else model.path.
 Written is runs/NAME/evaluations/OUT/: summary.json, preds.json (mini-swe-agent's), every attempt.
@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     arguments.add_argument("--label", help="name of the model in the results (base, sft, rl)")
     arguments.add_argument("--out", help="name of the result (default: LABEL-SPLIT-TTEMPERATURE)")
     arguments.add_argument(
-        "--each", action="append", metavar="SPLIT:T", help="evaluate this split at temperature T"
+        "--each",
+        action="append",
+        metavar="SPLIT:T[:N]",
+        help="evaluate this split at temperature T, N attempts a task",
     )
     given = parse(arguments, argv)
     config = settled(schema.load(given.config, given.overrides))
@@ -52,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError("--out names one result and --each may make several; leave one out")
     wanted = [
         (one, config.run_dir / "evaluations" / (given.out or _name(one, given.label or label)))
-        for one in _each(config, given.each)
+        for one in chosen(config, given.each)
     ]
     for one, out in wanted:
         publish_bytes(out / "config.yaml", schema.to_yaml(one).encode())
@@ -65,18 +68,24 @@ def main(argv: Sequence[str]) -> int:
     return code
 
 
-def _each(config: RunConfig, choices: Sequence[str] | None) -> list[RunConfig]:
-    """Return one config a choice `SPLIT:T`; the given one when there is none."""
+def chosen(config: RunConfig, choices: Sequence[str] | None) -> list[RunConfig]:
+    """Return one config a choice `SPLIT:T[:N]`; the given one when there is none."""
     made = []
     for choice in choices or ():
-        split, _, temperature = choice.partition(":")
+        split, _, numbers = choice.partition(":")
+        temperature, _, attempts = numbers.partition(":")
         try:
-            chosen = dataclasses.replace(
-                config.evaluation, split=split, temperature=float(temperature)
+            evaluation = dataclasses.replace(
+                config.evaluation,
+                split=split,
+                temperature=float(temperature),
+                attempts=int(attempts or config.evaluation.attempts),
             )
         except ValueError:
-            raise ConfigError(f"--each {choice}: must be SPLIT:T, as in held_out:0.5") from None
-        made.append(dataclasses.replace(config, evaluation=chosen))
+            raise ConfigError(
+                f"--each {choice}: must be SPLIT:T or SPLIT:T:N, as held_out:0.5:2"
+            ) from None
+        made.append(dataclasses.replace(config, evaluation=evaluation))
     return made or [config]
 
 

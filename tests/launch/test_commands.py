@@ -15,7 +15,7 @@ from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, Interrupted, LaunchError, WaitTimeout
 from agentrl.events import NoEvents
-from launch import cli, demo, resume, status, train
+from launch import cli, demo, evaluate, resume, status, train
 from launch.command import guard
 from launch.progress import Bar, EventTail, Standing
 from launch.run_dir import RunDir, create, settled
@@ -200,7 +200,7 @@ def test_the_demo_says_each_command_and_skips_what_is_done(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small(tmp_path)
-    planned = demo.stages(config, ["c.yaml", "name=r"])
+    planned = demo.stages(config, ["c.yaml", "name=r"], control_attempts=2)
     assert [stage.command for stage in planned] == [
         "prepare",
         "sft",
@@ -217,6 +217,18 @@ def test_the_demo_says_each_command_and_skips_what_is_done(
     said = capsys.readouterr().out
     assert said.startswith("$ agentrl evaluate c.yaml name=r --label sft --model")
     assert "done before" in said
+    assert "--each held_out:1.0 --each held_out:0.5:2 " in said
+
+
+def test_an_evaluation_takes_its_attempts_from_the_choice_or_the_config(tmp_path: Path) -> None:
+    config = small(tmp_path)
+    made = evaluate.chosen(config, ["held_out:0.5:2", "train:1"])
+    wanted = [(one.evaluation.split, one.evaluation.temperature) for one in made]
+    assert wanted == [("held_out", 0.5), ("train", 1.0)]
+    assert [one.evaluation.attempts for one in made] == [2, config.evaluation.attempts]
+    assert evaluate.chosen(config, None) == [config]
+    with pytest.raises(ConfigError, match="must be SPLIT:T or SPLIT:T:N"):
+        evaluate.chosen(config, ["held_out:0.5:two"])
 
 
 def test_a_run_that_is_not_there_names_those_beside_it(tmp_path: Path) -> None:
