@@ -215,7 +215,11 @@ def main() -> None:
         *((f"ours {tile.rows}:{tile.logits}:{tile.slopes}", ours(tile)) for tile in tiles),
         *((name, peer) for name, peer in peers() if options.only in name),
     ]
-    result = {"benchmark": "logprob_loss", "command": " ".join(sys.argv), **versions()}
+    result: dict[str, object] = {
+        "benchmark": "logprob_loss",
+        "command": command("logprob_loss"),
+        **versions(),
+    }
     result["sizes"] = [compare(rows, rivals, options.rounds) for rows in options.rows]
     if options.out:
         options.out.write_text(json.dumps(result, indent=1))
@@ -248,8 +252,13 @@ def _tile(text: str) -> Tile:
     return Tile(rows=rows, logits=logits, slopes=slopes)
 
 
-def versions() -> dict[str, str]:
-    found = {"date": datetime.date.today().isoformat(), "python": platform.python_version()}
+def command(name: str) -> str:
+    return " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]])
+
+
+def versions() -> dict[str, object]:
+    found: dict[str, object] = {"date": datetime.date.today().isoformat()}
+    found["python"] = platform.python_version()
     found["device"] = torch.cuda.get_device_name()
     for name in ("torch", "triton", "liger-kernel", "cut-cross-entropy"):
         try:

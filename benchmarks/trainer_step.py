@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from agentrl.config import RunConfig
 from agentrl.training import ranks
 from agentrl.training.packing import MicroBatch, Sample, pack, padding_share
 from agentrl.training.torch_backend import TorchBackend
-from benchmarks.logprob_loss import GIB, median_ms, versions
+from benchmarks.logprob_loss import GIB, command, median_ms, versions
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 28, 1024, 3072, 16, 8, 128, 151_936
 VARIANTS: dict[str, dict[str, object]] = {
@@ -169,7 +168,11 @@ def main() -> None:
                 flush=True,
             )
     if options.out:
-        head = {"benchmark": "trainer_step", "command": " ".join(sys.argv), **versions()}
+        head: dict[str, object] = {
+            "benchmark": "trainer_step",
+            "command": command("trainer_step"),
+            **versions(),
+        }
         head |= {"matrix_flops": rate, "step_flops": work, "trajectories": len(samples)}
         options.out.write_text(json.dumps({**head, "found": found}, indent=1))
 
