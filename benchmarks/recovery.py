@@ -73,6 +73,12 @@ class Victim:
         found = events.read_folder(folder) if folder.is_dir() else []
         return [one for one in found if isinstance(one, events.Step)]
 
+    def trajectory_after(self, start: float) -> float | None:
+        """Return when the first trajectory that began after `start` has ended."""
+        found = events.read_folder(self.run.path / "events")
+        tries = [one for one in found if isinstance(one, events.TrajectoryEvent)]
+        return min((one.end for one in tries if one.start > start), default=None)
+
     def attempts(self) -> int:
         """Return how many launch attempts have begun for good: their launcher.json is there."""
         return len(list(self.run.path.glob("attempts/*/launcher.json")))
@@ -205,6 +211,8 @@ def measured(lab: Lab, config: Path, fault: str) -> Row:
     is_within = fault in WITHIN_ATTEMPT
     wait_for(lambda: is_within or victim.attempts() > 1, LIMIT_S, f"an attempt after {fault}")
     again = start if is_within else (victim.run.attempt(2) / "launcher.json").stat().st_mtime
+    if fault == "inference_process":  # groups that were finished carry the trainer for a while
+        again = wait_for(lambda: victim.trajectory_after(start), LIMIT_S, "a trajectory after it")
 
     def goes_on() -> float | None:
         newest = max((one.step for one in victim.steps() if one.end < again), default=0)
