@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from operator import attrgetter
 from typing import TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -29,22 +31,29 @@ def tag(kind: type[Event]) -> str:
     return str(kind.__struct_config__.tag)
 
 
+@cache
+def hints_of(kind: type[Event]) -> dict[str, object]:
+    return dict(get_type_hints(kind))
+
+
+@cache
 def field_types(kind: type[Event]) -> dict[str, pa.DataType]:
     """Return each field's Arrow type; text holds JSON where a field is a list or a map."""
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     return {item.name: _arrow(hints[item.name]) for item in msgspec.structs.fields(kind)}
 
 
+@cache
 def schema(kind: type[Event]) -> pa.Schema:
     return pa.schema([*field_types(kind).items(), (FILE, pa.int32())])
 
 
 def to_table(kind: type[E], found: Sequence[E], file: int) -> pa.Table:
     """Return `found`, all of `kind` and from one file, as a table of `schema(kind)`."""
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     columns: list[pa.Array] = []
     for name, arrow in field_types(kind).items():
-        values: list[object] = [getattr(event, name) for event in found]
+        values: list[object] = list(map(attrgetter(name), found))
         if _is_nested(hints[name]):
             values = [_encode(value).decode() for value in values]
         columns.append(pa.array(values, arrow))
@@ -54,7 +63,7 @@ def to_table(kind: type[E], found: Sequence[E], file: int) -> pa.Table:
 
 def to_events(kind: type[E], table: pa.Table) -> list[E]:
     """Return a table's rows as what they were."""
-    hints = get_type_hints(kind)
+    hints = hints_of(kind)
     names = list(field_types(kind))
     columns = [table.column(name).to_pylist() for name in names]
     for i, name in enumerate(names):

@@ -6,11 +6,11 @@ import hashlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from agentrl.handoff.publish import publish_bytes
+from analysis.fresh import code
 from analysis.run_files import Run, load_run
 from analysis.table import as_csv
 
@@ -54,10 +54,16 @@ class Figure(Generic[Row]):
         """Write the figure and its CSV into the run's report folder."""
         return self.write_rows(self.table(run), run.report)
 
+    def is_drawn(self, run: Run) -> bool:
+        """Tell whether `write` would find its drawing there."""
+        rows, path = self.table(run), run.report / f"{self.name}.png"
+        digest = _digest(as_csv(rows))
+        return not rows or _is_drawn(_mark(run.report, self.name), digest, path)
+
     def write_rows(self, rows: Sequence[Row], folder: Path) -> Written:
         """Write figure and CSV of `rows` into `folder`; what is drawn there already is kept."""
         path = folder / f"{self.name}.png"
-        mark = folder / "cache" / "drawn" / self.name
+        mark = _mark(folder, self.name)
         data = as_csv(rows)
         if not rows:
             for old in (path, path.with_suffix(".svg"), folder / f"{self.name}-narrow.svg", mark):
@@ -65,8 +71,8 @@ class Figure(Generic[Row]):
             publish_bytes(path.with_suffix(".csv"), data)
             return Written(name=self.name, title=self.title, finding=self.missing)
         narrow = folder / f"{self.name}-narrow.svg"
-        digest = hashlib.sha256(data + _drawing_code()).hexdigest()
-        if not _is_drawn(mark, digest, path, narrow):
+        digest = _digest(data)
+        if not _is_drawn(mark, digest, path):
             self.draw(rows, path)
             self.draw(rows, narrow, narrow=True)
             publish_bytes(path.with_suffix(".csv"), data)
@@ -93,15 +99,15 @@ class Figure(Generic[Row]):
         return 0
 
 
-def _is_drawn(mark: Path, digest: str, path: Path, narrow: Path) -> bool:
+def _mark(folder: Path, name: str) -> Path:
+    return folder / "cache" / "drawn" / name
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data + code()).hexdigest()
+
+
+def _is_drawn(mark: Path, digest: str, path: Path) -> bool:
+    narrow = path.with_name(f"{path.stem}-narrow.svg")
     files = (path, path.with_suffix(".svg"), path.with_suffix(".csv"), narrow)
     return mark.is_file() and mark.read_text() == digest and all(file.is_file() for file in files)
-
-
-@cache
-def _drawing_code() -> bytes:
-    """Return a digest of the code here: drawings of other code are drawn anew."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.digest()

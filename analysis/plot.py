@@ -93,7 +93,8 @@ def save(figure: Figure, path: Path, headline: str = "", *, png: bool = True) ->
         letters = int(figure.get_figwidth() * 13.2)
         text = textwrap.fill(headline.replace("$", r"\$"), letters)
         figure.suptitle(text, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK)
-    figure.draw_without_rendering()  # lays out once; each print would do it anew
+    if engine := figure.get_layout_engine():
+        engine.execute(figure)  # once; each print would do it anew
     figure.set_layout_engine("none")
     data = BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # savefig would draw each twice
@@ -234,8 +235,10 @@ def gap_marks(axes: Axes, places: Sequence[float]) -> None:
         axes.axvline(place, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
 
 
-def keep_in_view(axes: Axes, places: Sequence[float], values: Sequence[float]) -> int:
-    """Set the y-range by the bulk of `values`; mark what is out of it, and return how many.
+def keep_in_view(
+    axes: Axes, places: Sequence[float], values: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Set the y-range by the bulk of `values`; mark what is out of it, and return what is not.
 
     The bulk ends 1.5 times its own height above the 98th percentile (below the 2nd): values past
     that get a triangle at the edge with the number, so nothing is cut silently.
@@ -260,4 +263,4 @@ def keep_in_view(axes: Axes, places: Sequence[float], values: Sequence[float]) -
             textcoords="offset points",
             fontsize=7.5,
         )
-    return len(out)
+    return [(x, y) for x, y in zip(places, values, strict=True) if bottom <= y <= top]

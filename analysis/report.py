@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -29,14 +30,15 @@ from analysis import (
     trajectory_time,
     what_now,
 )
-from analysis.figure import Written
+from analysis.drawing import draw_all
+from analysis.figure import Figure, Written
 from analysis.page import Compared, Table, drawing, render, section
 from analysis.run_files import Run, load_run
 from analysis.summary import Json, numbers
 from analysis.window import Window
 
 log = logging.getLogger(__name__)
-FIGURES = (
+FIGURES: tuple[Figure[Any], ...] = (
     what_now.FIGURE,
     solve_rate.FIGURE,
     solve_groups.FIGURE,
@@ -76,7 +78,7 @@ def write_report(
     runs = [load_run(folder, window=window) for folder in run_dirs]
     sections = []
     for run in runs:
-        figures = [figure.write(run) for figure in FIGURES]
+        figures = draw_all(run, window, FIGURES)
         traced = trace.write_trace(trace.chosen(run), run.report / "trace.json")
         sections.append(section(run, figures, traced))
         publish_bytes(run.report / "summary.json", _json(numbers(run)))

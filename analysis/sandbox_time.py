@@ -83,7 +83,7 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, max(row.p99 for row in rows) * 1.45 or 1)
     axes.set_xlabel("seconds")
-    axes.legend(loc="lower right")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     plot.save(figure, path, headline(rows), png=not narrow)
 
 

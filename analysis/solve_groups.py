@@ -56,7 +56,7 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     kinds = list(dict.fromkeys(row.by for row in some))
     most = max(len(_groups(some, by)) for by in kinds)
     figure, all_axes = plot.grid(
-        len(kinds), narrow=narrow, height_in=1.2 + 0.28 * most * len(_models(some))
+        len(kinds), narrow=narrow, height_in=1.3 + 0.13 * most * len(_models(some))
     )
     for axes, by in zip(all_axes, kinds, strict=True):
         _panel(axes, [row for row in some if row.by == by], by)

@@ -240,7 +240,7 @@ def _bars(axes: Axes, rows: Sequence[Row], k: int) -> None:
         axes.bar(place, value, width * 0.92, **_look(row))
         axes.plot([place, place], [low, high], color=plot.INK, linewidth=1.1)
         axes.annotate(
-            f"{value:.0f}",
+            f"{value:.1f}" if len(rows) <= 4 else f"{value:.0f}",
             (place, high),
             xytext=(0, 2),
             textcoords="offset points",

@@ -340,8 +340,8 @@ def _second(axes: Axes, rows: Sequence[Row], values: Sequence[float], name: str)
         label=name,
     )
     known = [value for value in values if value == value]
-    axes.set_ylim(top=max(axes.get_ylim()[1], max(known, default=0) * 1.1))
-    axes.legend(loc="upper right")
+    axes.set_ylim(top=1.25 * max(axes.get_ylim()[1] / 1.1, max(known, default=0)))
+    axes.legend(loc="upper right", borderaxespad=0)
 
 
 FIGURE = Figure(

@@ -1,7 +1,8 @@
 """Figure: how the policy and the optimizer moved, step by step.
 
 Dots are steps, lines the mean of a step and up to nine before it. Dashed lines mark resumes. A
-value far out of the bulk (`plot.keep_in_view`) stands as a triangle at the edge with its number.
+value far out of the bulk (`plot.keep_in_view`) stands as a triangle at the edge with its number,
+and the line leaves it out.
 """
 
 from __future__ import annotations
@@ -123,10 +124,11 @@ def _curve(axes: Axes, rows: Sequence[Row], name: str) -> None:
         return
     steps, values = zip(*known, strict=True)
     axes.plot(steps, values, ".", color=plot.NAVY, alpha=0.5, markersize=4.5, markeredgewidth=0)
-    axes.plot(steps, plot.running_mean(values, WINDOW), color=plot.MAIN, linewidth=1.8)
     axes.set_xlim(rows[0].step - 1, rows[-1].step + 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-    plot.keep_in_view(axes, steps, values)
+    seen = plot.keep_in_view(axes, steps, values)
+    line = plot.running_mean([value for _, value in seen], WINDOW)
+    axes.plot([step for step, _ in seen], line, color=plot.MAIN, linewidth=1.8)
 
 
 def _told(name: str, first: float, last: float) -> str:

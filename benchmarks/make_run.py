@@ -32,7 +32,7 @@ ENGINES = 8
 BATCH = 64
 GROUP = 8
 CAP = 80
-UPDATE_S, WAIT_S, LOGPROB_S, PUBLISH_S, OTHER_S = 131.3, 60.2, 16.2, 23.1, 0.2
+UPDATE_S, WAIT_S, LOGPROB_S, PUBLISH_S, OTHER_S = 131.2, 60.2, 16.2, 23.1, 0.2
 CYCLE_S = UPDATE_S + WAIT_S + LOGPROB_S + PUBLISH_S + OTHER_S
 TAIL, AT_CAP, SOLVED_TURNS = 0.32, 0.84, 8
 SHARES = {
@@ -322,7 +322,7 @@ def _attempt(number: int, begun: float, ended: float, step: int, why: str) -> di
 
 
 def _write_step(writer: events.EventWriter, step: int, start: float, random: Random) -> float:
-    bend = 3.0 if step % 2 else -3.0  # the mean of any two neighbours is the shape's
+    bend = 1.0 if step % 2 else -1.0  # the mean of any two neighbours is the shape's
     wait, update = WAIT_S + bend, UPDATE_S - bend
     whole = wait + update + LOGPROB_S + PUBLISH_S + OTHER_S
     grown = step / (step + 60)

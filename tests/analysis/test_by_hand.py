@@ -185,7 +185,7 @@ def test_two_runs_are_compared_or_it_is_refused(tmp_path: Path) -> None:
 def test_a_value_far_out_is_marked_and_not_cut(tmp_path: Path) -> None:
     _, (axes,) = plot.grid(1, narrow=False)
     values = [0.01] * 50 + [0.77]
-    assert plot.keep_in_view(axes, range(51), values) == 1
+    assert len(plot.keep_in_view(axes, range(51), values)) == 50
     assert axes.get_ylim()[1] < 0.1
     assert [text.get_text() for text in axes.texts] == ["0.77"]
 
