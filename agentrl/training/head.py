@@ -170,7 +170,7 @@ def _gradients(
     weight_grad = torch.empty_like(weight) if needs_weight else None
     _, write_slope = _arithmetic(hidden.device.type)
     at_once = tile.words(count, is_backward=True)
-    room = hidden.new_empty(count * min(at_once, len(weight)))
+    slope = room = hidden.new_empty(count * min(at_once, len(weight)))  # none: a shard may be empty
     for words in _spans(len(weight), at_once):
         number = words.stop - words.start
         slope = room[: count * number].view(count, number)

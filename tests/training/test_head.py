@@ -111,11 +111,15 @@ def test_hidden_and_weight_of_two_kinds_are_refused():
 
 
 def shards_agree(rank: int, size: int) -> None:
-    """Run in each of `size` gloo processes: a head cut in two gives what a whole one does."""
+    """Run in each gloo process: a head cut in two, or held by one, gives what a whole one does."""
+    for cut in (22 // size, 22):
+        cut_agrees(rank, cut)
+
+
+def cut_agrees(rank: int, cut: int) -> None:
     import torch.distributed as dist
 
     hidden, weight, targets = draw(9, 22)
-    cut = 22 // size
     mine = weight.detach()[rank * cut : (rank + 1) * cut].clone().requires_grad_()
     shard = Shard(start=rank * cut, group=dist.group.WORLD)
     ours = chosen_logprobs(hidden, mine, targets, tile=Tile(rows=4, logits=20), shard=shard)
