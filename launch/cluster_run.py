@@ -22,8 +22,8 @@ LOG = "host.log"
 """The batch script's own output, of all lives of the job."""
 
 
-def launch(run: RunDir, argv: Sequence[str], *, began: str) -> int:
-    """Queue the run, say its job id and what to type next; return 0.
+def launch(run: RunDir, argv: Sequence[str], *, began: str) -> None:
+    """Queue the run, say its job id and what to type next.
 
     Raises LaunchError if it is queued or running already, SubmitError in sbatch's own words.
     """
@@ -44,7 +44,6 @@ def launch(run: RunDir, argv: Sequence[str], *, began: str) -> int:
     say(f"job {', '.join(jobs)} on cluster {config.cluster.name}; its log: {folder / LOG}")
     for command in ("watch", "status", "stop"):
         say(f"$ agentrl {command} {run.path}")
-    return 0
 
 
 def show(config: RunConfig) -> int:

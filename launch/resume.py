@@ -15,16 +15,18 @@ from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.config_layers import laid_over
 from agentrl.errors import ConfigError
-from launch import cluster_run, submission
+from launch import cluster_run, submission, watch
 from launch.command import add_overrides, guard, parse, parser, say
 from launch.run_dir import RunDir, command_line, settled
 from slurm import ledger
+from slurm.exit_record import DONE
 
 
 def main(argv: Sequence[str]) -> int:
     """Go on with the run unless it is done."""
     arguments = parser("resume", __doc__)
     arguments.add_argument("run", metavar="RUN", help="run directory, such as runs/demo")
+    arguments.add_argument("--wait", action="store_true", help="on a cluster: watch it to its end")
     add_overrides(arguments)
     given = parse(arguments, argv)
     run = RunDir.open(given.run)
@@ -37,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     say(f"run {run.path}, from step {run.checkpoint_step()}")
     if run.config().cluster.is_slurm:
-        return cluster_run.launch(run, command_line("resume", argv), began="resumed")
+        cluster_run.launch(run, command_line("resume", argv), began="resumed")
+        return watch.until_end(run) if given.wait else DONE
     from launch.supervise import supervise
 
     return supervise(run, command_line("resume", argv), began="resumed")

@@ -16,15 +16,17 @@ from pathlib import Path
 from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from launch import cluster_run, submission
+from launch import cluster_run, submission, watch
 from launch.command import add_config, guard, parse, parser, say
 from launch.run_dir import command_line, create, settled
+from slurm.exit_record import DONE
 
 
 def main(argv: Sequence[str]) -> int:
     """Create the run, or go on with the very same one, and train it."""
     arguments = parser("train", __doc__)
     arguments.add_argument("--dry-run", action="store_true", help="print the batch script and end")
+    arguments.add_argument("--wait", action="store_true", help="on a cluster: watch it to its end")
     add_config(arguments)
     given = parse(arguments, argv)
     config = starting_config(schema.load(given.config, given.overrides))
@@ -35,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
     run = create(config, line)
     say(f"run {run.path}, starting model {run.config().model.path}")
     if config.cluster.is_slurm:
-        return cluster_run.launch(run, line, began="started")
+        cluster_run.launch(run, line, began="started")
+        return watch.until_end(run) if given.wait else DONE
     from launch.supervise import supervise
 
     submission.refuse_if_living(run)

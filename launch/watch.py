@@ -22,6 +22,7 @@ from launch.progress import EventTail, Standing
 from launch.run_dir import RunDir
 from launch.status import Place, ended, place_of
 from slurm import ledger
+from slurm.exit_record import DONE, FAILED
 
 FILES_EVERY_S = 0.5
 COLOURS = {"RUNNING": "green", "PENDING": "yellow", "COMPLETING": "yellow", "COMPLETED": "green"}
@@ -37,24 +38,41 @@ def main(argv: Sequence[str]) -> int:
     arguments.add_argument("run", metavar="RUN", help="run directory, such as runs/demo")
     arguments.add_argument("--every-s", type=float, default=5.0, help="between questions to Slurm")
     given = arguments.parse_args(argv)
-    view = View(RunDir.open(given.run), every_s=given.every_s)
+    follow(View(RunDir.open(given.run), every_s=given.every_s))
+    return DONE
+
+
+def until_end(run: RunDir) -> int:
+    """Show the run until it ends; return its exit code, or 0 if only the watching was ended."""
+    view = View(run)
+    if not follow(view):
+        return DONE
+    last = view.lines[-1] if view.lines else None
+    return last.code if last and last.action in ("done", "stop") else FAILED
+
+
+def follow(view: View) -> bool:
+    """Show it until its end; return False after Ctrl-C."""
     try:
-        return watch_live(view) if sys.stdout.isatty() else watch_lines(view)
+        if sys.stdout.isatty():
+            watch_live(view)
+        else:
+            watch_lines(view)
     except KeyboardInterrupt:
         say(f"{view.run.name} goes on; `agentrl stop {view.run.path}` ends it")
-        return 0
+        return False
+    return True
 
 
-def watch_live(view: View) -> int:
+def watch_live(view: View) -> None:
     with Live(view.screen(), auto_refresh=False, console=Console()) as live:
         while view.look():
             live.update(view.screen(), refresh=True)
             time.sleep(FILES_EVERY_S)
         live.update(view.screen(), refresh=True)
-    return 0
 
 
-def watch_lines(view: View) -> int:
+def watch_lines(view: View) -> None:
     told = ""
     while True:
         is_living = view.look()
@@ -62,7 +80,7 @@ def watch_lines(view: View) -> int:
             told = view.line()
             say(told)
         if not is_living:
-            return 0
+            return
         time.sleep(FILES_EVERY_S)
 
 
