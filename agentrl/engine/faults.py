@@ -71,6 +71,7 @@ _HINT = re.compile(
     r"mismatch|appear|symbol|model|use|assert|died"
 )
 """In every line that a pattern matches: most lines of a busy server's log are passed over by it."""
+_ODD = re.compile(r"rror|xception|ault|CRITICAL|FATAL|SIG|Abort|dumped|Traceback")
 _SUSPICIOUS = re.compile(
     r"\b(?:Traceback \(most recent|[A-Z]\w*(?:Error|Exception)\b|CRITICAL|FATAL|[Ff]ault\b|"
     r"SIGABRT|SIGSEGV|Aborted|core dumped)"
@@ -138,7 +139,7 @@ class LogReader:
                 self.acting = self.acting or found
                 if self.cause is None or self.cause.kind in WEAK_KINDS:
                     self.cause = found
-            elif _SUSPICIOUS.search(line) and not _HARMLESS.search(line):
+            elif _ODD.search(line) and _SUSPICIOUS.search(line) and not _HARMLESS.search(line):
                 shape = re.sub(r"\d+", "N", line.strip())[:200]
                 if shape in self.unknown or len(self.unknown) < 100:
                     self.unknown[shape] += 1
