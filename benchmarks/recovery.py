@@ -161,12 +161,15 @@ def main() -> int:
         config = prepared(work)
         lab = Lab(Path(made) / "lab")
         lab.up()
+        rows = kept(given.faults)
         try:
-            rows = [*kept(given.faults), *(measured(lab, config, one) for one in given.faults)]
+            for fault in given.faults:
+                rows.append(measured(lab, config, fault))
+                machine = {"machine": platform.machine(), "cpus": os.cpu_count()}
+                publish_json(RESULT, {**machine, "faults": rows})
         finally:
             left = lab.down()
     Console().print(table(rows))
-    publish_json(RESULT, {"machine": platform.machine(), "cpus": os.cpu_count(), "faults": rows})
     print(f"written to {RESULT}")
     return 1 if left else 0
 
