@@ -1,0 +1,266 @@
+"""The same arithmetic as TorchBackend's on megatron-core: tensor, expert and data parallel ranks.
+
+Layers are Megatron's `local` ones (megatron_layers), packed rows only; the loss and the head are
+shared with TorchBackend, and tests hold the two equal. Every rank calls each method with the same
+whole step. Pipeline and context parallelism are not here, nor are checkpoints: pp must be 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state  # type: ignore[import-not-found, unused-ignore]
+from megatron.core.distributed import (  # type: ignore[import-not-found, unused-ignore]
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import (  # type: ignore[import-not-found, unused-ignore]
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
+from megatron.core.packed_seq_params import (  # type: ignore[import-not-found, unused-ignore]
+    PackedSeqParams,
+)
+from megatron.core.tensor_parallel import (  # type: ignore[import-not-found, unused-ignore]
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.random import (  # type: ignore[import-not-found, unused-ignore]
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer.module import (  # type: ignore[import-not-found, unused-ignore]
+    MegatronModule,
+)
+from torch import Tensor
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError, DivergedError
+from agentrl.training.convert import WeightFiles
+from agentrl.training.head import Shard, chosen_logprobs
+from agentrl.training.hf_map import Layout, Place, fuse, join, places, split, unfuse
+from agentrl.training.hf_shape import ModelShape, read_shape
+from agentrl.training.megatron_layers import make_body
+from agentrl.training.packing import MicroBatch, deal
+from agentrl.training.step_loss import Sums, batch_loss
+
+
+class MegatronPolicy(MegatronModule):  # type: ignore[misc, unused-ignore]
+    """Tokens in, log-probabilities and entropy out, as `policy.Policy` gives them."""
+
+    def __init__(self, config: Any, body: Any, vocabulary: int, temperature: float) -> None:
+        super().__init__(config=config)
+        self.body = body
+        self.temperature = temperature
+        self.group = parallel_state.get_tensor_model_parallel_group()
+        here = len(self._weight())
+        self.start = parallel_state.get_tensor_model_parallel_rank() * here
+        self.words = max(0, min(here, vocabulary - self.start))
+
+    def forward(self, batch: MicroBatch, packing: Any) -> tuple[Tensor, Tensor]:
+        device = next(self.parameters()).device
+        tokens = batch.tokens.to(device)
+        hidden = self.body(tokens, torch.zeros_like(tokens), None, packed_seq_params=packing)
+        if self.config.sequence_parallel:
+            # the head's backward gives each rank the whole gradient: each keeps its own rows
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        rows = hidden.reshape(-1, hidden.shape[-1])[batch.source.to(device)]
+        shard = Shard(start=self.start, group=self.group)
+        answer: tuple[Tensor, Tensor] = chosen_logprobs(
+            rows,
+            self._weight()[: self.words],  # not the words that only fill the vocabulary up
+            batch.targets.to(device),
+            temperature=self.temperature,
+            shard=shard if self.group.size() > 1 else None,
+        )
+        return answer
+
+    def _weight(self) -> Tensor:
+        weight: Tensor = (
+            self.body.shared_embedding_or_output_weight()
+            if self.body.share_embeddings_and_output_weights
+            else self.body.output_layer.weight
+        )
+        return weight
+
+
+class MegatronBackend:
+    """One policy in training on the ranks of torch.distributed's default group."""
+
+    def __init__(self, folder: Path, config: RunConfig, layout: Layout) -> None:
+        self.config, self.layout = config.training, layout
+        hf = json.loads((folder / "config.json").read_bytes())
+        self.shape: ModelShape = read_shape(hf)
+        layout.check(self.shape)
+        if layout.pp != 1 or layout.spec != "local":
+            raise ConfigError(f"{layout}: MegatronBackend runs pp=1 with local layers; set these")
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                tensor_model_parallel_size=layout.tp,
+                expert_model_parallel_size=layout.ep,
+                expert_tensor_parallel_size=1,
+            )
+            model_parallel_cuda_manual_seed(config.seed)
+        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+        self.dtype = dtype
+        megatron_config, body = make_body(self.shape, hf, layout, dtype)
+        policy = MegatronPolicy(
+            megatron_config, body, self.shape.vocabulary, config.agent.temperature
+        )
+        self.parameters = dict(body.named_parameters())
+        self.load(folder)
+        ddp = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+        )
+        self.policy = DistributedDataParallel(megatron_config, ddp, policy)
+        self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.policy])
+        self.updates = 0
+
+    @property
+    def lr(self) -> float:
+        """Of the next update: a linear rise to `lr`, then constant."""
+        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read this rank's part of a Hugging Face folder, a tensor at a time."""
+        files = WeightFiles(folder)
+        for place in self._own():
+            whole = fuse(place, [files.get(name) for name in place.hf], self.shape)
+            parts = split(place, whole, self.layout.tp)
+            rank = parallel_state.get_tensor_model_parallel_rank() if len(parts) > 1 else 0
+            self.parameters[place.name].copy_(parts[rank])
+
+    @torch.no_grad()
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        """Return [N] float32 at the sampling temperature, on every rank."""
+        return self._forward(batch)[0].cpu()
+
+    def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+        """Take one optimizer step over all of `batches`; return its metrics."""
+        dp = parallel_state.get_data_parallel_group()
+        self.policy.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = Sums()
+        for batch in deal(batches, dp.size())[dp.rank()]:
+            logprobs, entropy = self._forward(batch)
+            batch_loss(logprobs, entropy, batch, self.config, sums).backward()  # type: ignore[no-untyped-call]
+        finalize_model_grads([self.policy])
+        summed = sums.as_tensor().to(self._device)
+        dist.all_reduce(summed, group=dp)
+        sums.take(summed.cpu(), has_kl=False)
+        lr = self.lr
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        if not torch.isfinite(torch.tensor(norm)):
+            raise DivergedError(
+                f"update {self.updates + 1}: gradient norm {norm}, loss {sums.loss}; the "
+                "weights are unchanged. Resume from the last checkpoint with a lower training.lr"
+            )
+        self.optimizer.step()
+        self.updates += 1
+        return {**sums.means(), "grad_norm": norm, "lr": lr}
+
+    @torch.no_grad()
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights under their Hugging Face names on every rank, one place at a time."""
+        for place in places(self.shape, self.layout):
+            parts = self._gathered(place)
+            tensors = unfuse(place, join(place, parts, self.shape), self.shape)
+            yield from zip(place.hf, tensors, strict=True)
+
+    def _optimizer_config(self) -> Any:
+        return OptimizerConfig(
+            optimizer="adam",
+            lr=self.config.lr,
+            weight_decay=self.config.weight_decay,
+            adam_beta1=self.config.beta1,
+            adam_beta2=self.config.beta2,
+            adam_eps=1e-8,
+            clip_grad=self.config.max_grad_norm,
+            params_dtype=self.dtype,
+            bf16=self.dtype == torch.bfloat16,
+            use_distributed_optimizer=True,
+        )
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = next(iter(self.parameters.values())).device
+        return device
+
+    def _own(self) -> Iterator[Place]:
+        rank = parallel_state.get_expert_model_parallel_rank()
+        for place in places(self.shape, self.layout):
+            if not place.rule.is_expert or place.ep_rank == rank:
+                yield place
+
+    def _gathered(self, place: Place) -> list[Tensor]:
+        """Return the tensor-parallel parts of one place; every rank must ask."""
+        if place.rule.is_expert:
+            group = parallel_state.get_expert_model_parallel_group()
+            owner = dist.get_global_rank(group, place.ep_rank)
+            model = self.parameters.get(place.name)
+            assert model is not None
+            part = model.detach().clone()
+            if group.size() > 1:
+                dist.broadcast(part, owner, group=group)
+            return [part]
+        part = self.parameters[place.name].detach()
+        group = parallel_state.get_tensor_model_parallel_group()
+        if place.rule.cut == "copy" or group.size() == 1:
+            return [part]
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return parts
+
+    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if batch.ends is None:
+            batch = replace(batch, ends=_row_ends(batch.tokens), tokens=batch.tokens.reshape(1, -1))
+        batch = _filled(batch, self._length(batch.tokens.shape[1]))
+        assert batch.ends is not None
+        ends = batch.ends.to(self._device)
+        longest = int(batch.ends.diff().max())
+        packing = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        answer: tuple[Tensor, Tensor] = self.policy(batch, packing)
+        return answer
+
+    def _length(self, tokens: int) -> int:
+        """Return the length to fill a row up to: what sequence parallelism can cut.
+
+        Megatron's all-gather dispatcher (on a CPU) also wants as many tokens of each expert rank.
+        """
+        group = parallel_state.get_expert_model_parallel_group()
+        if self.layout.ep > 1 and self._device.type == "cpu":
+            most = torch.tensor(tokens)
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+            tokens = int(most)
+        return tokens + -tokens % self.layout.tp
+
+
+def _row_ends(tokens: Tensor) -> Tensor:
+    rows, width = tokens.shape
+    return torch.arange(0, rows * width + 1, width, dtype=torch.int32)
+
+
+def _filled(batch: MicroBatch, length: int) -> MicroBatch:
+    """Lengthen a packed row by a sequence of its own, which is in no loss."""
+    assert batch.ends is not None
+    missing = length - batch.tokens.shape[1]
+    if not missing:
+        return batch
+    tokens = torch.cat([batch.tokens, batch.tokens.new_zeros(1, missing)], 1)
+    ends = torch.cat([batch.ends, batch.ends[-1:] + missing])
+    return replace(batch, tokens=tokens, ends=ends)

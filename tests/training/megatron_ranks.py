@@ -1,0 +1,90 @@
+"""What each gloo process of the Megatron tests runs: both back ends on the same weights."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from fabricate import make_config, make_group
+
+from agentrl.training.hf_map import Layout
+from agentrl.training.intake import make_batch
+from agentrl.training.packing import pack
+from agentrl.training.torch_backend import TorchBackend
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+}
+
+
+def make_family(folder: Path, family: str) -> Path:
+    """Write a tiny model whose norms and weights are spread enough to tell a wrong map."""
+    import transformers
+
+    kinds = {
+        "qwen3": ("Qwen3", {"intermediate_size": 64, "tie_word_embeddings": True}),
+        "llama": ("Llama", {"intermediate_size": 64, "tie_word_embeddings": False}),
+        "qwen3_moe": (
+            "Qwen3Moe",
+            {
+                "moe_intermediate_size": 16,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+            },
+        ),
+    }
+    name, more = kinds[family]
+    config = getattr(transformers, f"{name}Config")(**SIZES, **more)
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            parameter.copy_(parameter + 0.1 * noise if "norm" in name else 0.08 * noise)
+    model.save_pretrained(folder)
+    return folder
+
+
+def agree(rank: int, size: int, folder: str, tp: str, ep: str, packing: str) -> None:
+    """Fail unless log-probabilities, metrics and one step's weights are equal to 1e-5."""
+    config = make_config(Path(folder).parent, Path(folder))
+    config.training.packing = packing
+    config.training.lr = 1e-4
+    config.training.entropy_coef = 0.01
+    groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
+    samples = make_batch(groups, 0, config, Counter()).samples
+    batches = pack(samples, 67, is_packed=packing == "packed")
+    reference = TorchBackend(Path(folder), config)
+    start = {name: tensor.clone() for name, tensor in reference.export_hf()}
+    logprobs = [reference.logprobs(batch) for batch in batches]
+    wanted = reference.train_step(batches)
+    weights = dict(reference.export_hf())
+    import mcore_cpu_shim
+
+    mcore_cpu_shim.install()
+    from agentrl.training.megatron_backend import MegatronBackend
+
+    megatron = MegatronBackend(Path(folder), config, Layout(tp=int(tp), ep=int(ep)))
+    apart = max(
+        float((megatron.logprobs(batch) - known).abs().max())
+        for batch, known in zip(batches, logprobs, strict=True)
+    )
+    found = megatron.train_step(batches)
+    exported = dict(megatron.export_hf())
+    assert exported.keys() == weights.keys()
+    moved = max(float((exported[name] - weights[name]).abs().max()) for name in weights)
+    print(f"rank {rank} of {size}: logprobs {apart:.1e}, weights {moved:.1e}", file=sys.stderr)
+    assert apart < 1e-5, apart
+    assert moved < 1e-5, moved
+    assert all(not torch.equal(weights[name], start[name]) for name in weights)
+    for name, value in wanted.items():
+        assert abs(found[name] - value) < 1e-4 * max(1, abs(value)), (name, found[name], value)
