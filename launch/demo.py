@@ -19,6 +19,7 @@ from rich.table import Table
 
 from agentrl import config as schema
 from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
 from launch.command import add_config, guard, parse, parser, say
 from launch.run_dir import settled
 from slurm import ledger
@@ -56,6 +57,11 @@ def main(argv: Sequence[str]) -> int:
     )
     given = parse(arguments, argv)
     config = settled(schema.load(given.config, given.overrides))
+    if config.cluster.is_slurm:
+        raise ConfigError(
+            f"cluster={config.cluster.name}: the demo runs on this machine alone; on a cluster run "
+            "`agentrl prepare`, `sft`, `train --wait` and `evaluate` one after the other"
+        )
     began = time.monotonic()
     choice = [given.config, *given.overrides]
     for stage in stages(config, choice, control_attempts=given.control_attempts):

@@ -220,6 +220,11 @@ def test_the_demo_says_each_command_and_skips_what_is_done(
     assert "--each held_out:1.0 --each held_out:0.5:2 " in said
 
 
+def test_the_demo_refuses_a_cluster() -> None:
+    with pytest.raises(ConfigError, match="the demo runs on this machine alone"):
+        demo.main(["configs/demo.yaml", "cluster=lab"])
+
+
 def test_an_evaluation_takes_its_attempts_from_the_choice_or_the_config(tmp_path: Path) -> None:
     config = small(tmp_path)
     made = evaluate.chosen(config, ["held_out:0.5:2", "train:1"])
