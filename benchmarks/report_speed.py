@@ -5,6 +5,7 @@
 RUN is what benchmarks.make_run writes. VENV has duckdb, polars and msgspec. Every reader brings the
 fields that figures use of every line into memory, from the same files in the same process run by
 run, in turn; the best of --rounds counts. Ours also sorts, looks for repeats and clock skew.
+Seconds mean something on a machine that does nothing else; CPU seconds are told beside them.
 """
 
 from __future__ import annotations
@@ -83,10 +84,11 @@ def time_reader(name: str, python: str, files: Sequence[Path]) -> dict[str, Any]
     """Run one reader in a fresh process; return its seconds, without imports, and its rows."""
     code = (
         "import sys, time, json; from pathlib import Path;"
-        "from benchmarks.report_speed import READERS, warm;"
+        "from benchmarks.report_speed import READERS, cpu_s, warm;"
         "name, files = sys.argv[1], [Path(f) for f in sys.argv[2:]];"
-        "warm(name); begin = time.perf_counter(); rows = READERS[name](files);"
-        "print(json.dumps({'seconds': time.perf_counter() - begin, 'rows': rows}))"
+        "warm(name); begin, cpu = time.perf_counter(), cpu_s(); rows = READERS[name](files);"
+        "print(json.dumps({'seconds': time.perf_counter() - begin, 'cpu_s': cpu_s() - cpu,"
+        "'rows': rows}))"
     )
     done = subprocess.run(
         [python, "-c", code, name, *map(str, files)],
@@ -96,6 +98,12 @@ def time_reader(name: str, python: str, files: Sequence[Path]) -> dict[str, Any]
     if done.returncode:
         raise SystemExit(f"{name} exited {done.returncode}: {done.stderr.strip()[-500:]}")
     return dict(json.loads(done.stdout.splitlines()[-1]))  # duckdb draws a bar before
+
+
+def cpu_s() -> float:
+    """Return the CPU time of this process and of those that it waited for, seconds."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
 
 
 def warm(name: str) -> None:
@@ -113,7 +121,7 @@ def time_report(run: Path) -> dict[str, float]:
     """Run `agentrl report` once; return its seconds and the peak memory of all its processes."""
     import psutil
 
-    begin = time.perf_counter()
+    begin, cpu = time.perf_counter(), cpu_s()
     process = subprocess.Popen(
         [sys.executable, "-m", "launch.report", str(run)], cwd=ROOT, stdout=subprocess.DEVNULL
     )
@@ -123,7 +131,11 @@ def time_report(run: Path) -> dict[str, float]:
         time.sleep(0.02)
     if process.returncode:
         raise SystemExit(f"the report exited {process.returncode}")
-    return {"seconds": time.perf_counter() - begin, "memory_gb": peak / 1e9}
+    return {
+        "seconds": time.perf_counter() - begin,
+        "cpu_s": cpu_s() - cpu,
+        "memory_gb": peak / 1e9,
+    }
 
 
 def _children(process: Any) -> list[Any]:
@@ -177,7 +189,13 @@ def measure(run: Path, peers: str, rounds: int) -> dict[str, Any]:
         "bytes": sum(path.stat().st_size for path in files),
         "rows": {name: some[0]["rows"] for name, some in readings.items()},
         "reading_s": {name: [each["seconds"] for each in some] for name, some in readings.items()},
+        "reading_cpu_s": {
+            name: [each["cpu_s"] for each in some] for name, some in readings.items()
+        },
         "reading_ratio": fastest / best["ours"],
+        "load_average": os.getloadavg()[0],
+        "report_cpu_s": first["cpu_s"],
+        "again_cpu_s": again["cpu_s"],
         "report_s": first["seconds"],
         "memory_gb": max(first["memory_gb"], again["memory_gb"]),
         "again_s": again["seconds"],
