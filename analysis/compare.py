@@ -28,6 +28,7 @@ from analysis.evaluations import model_label
 from analysis.figure import Figure
 from analysis.run_files import Run, load_run
 
+TICKS = (0.125, 0.25, 0.5, 0.8, 1, 1.25, 2, 4, 8)
 LOOKS: dict[bool | None, tuple[str, str]] = {
     True: ("^", plot.GREEN),
     False: ("v", plot.ORANGE),
@@ -54,6 +55,11 @@ class Row:
     @property
     def ratio(self) -> float:
         return self.second / self.first if self.first else nan
+
+    @property
+    def is_alike(self) -> bool:
+        """It is neither better nor worse: no side is, under 2 %, or an interval that holds 0."""
+        return not self.better or abs(self.ratio - 1) < 0.02 or self.low <= 0 <= self.high
 
     @property
     def spoken_difference(self) -> str:
@@ -87,7 +93,7 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     shown = [row for row in rows if row.first > 0 and row.second > 0]
     figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=1.0 + 0.3 * len(shown))
     for place, row in enumerate(shown):
-        good = (row.ratio > 1) == (row.better == "more") if row.better else None
+        good = None if row.is_alike else (row.ratio > 1) == (row.better == "more")
         marker, colour = LOOKS[good]
         at = log2(row.ratio)
         axes.plot([0, at], [place, place], color=plot.MUTED, linewidth=1.2)
@@ -103,8 +109,8 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
         )
     reach = max((abs(log2(row.ratio)) for row in shown), default=1.0) * 1.35 or 1.0
     axes.set_xlim(-reach, reach)
-    ticks = [tick for tick in range(-6, 7) if abs(tick) <= reach]
-    axes.set_xticks(ticks, [f"× {2.0**tick:g}" for tick in ticks])
+    ticks = [ratio for ratio in TICKS if abs(log2(ratio)) <= reach]
+    axes.set_xticks([log2(ratio) for ratio in ticks], [f"× {ratio:g}" for ratio in ticks])
     axes.axvline(0, color=plot.INK, linewidth=1)
     axes.set_yticks(range(len(shown)), plot.fitting(axes, [row.measure for row in shown]))
     axes.set_ylim(len(shown) - 0.5, -0.5)

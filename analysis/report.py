@@ -103,8 +103,8 @@ def _compared(first: Run, second: Run) -> Compared:
             (
                 row.measure,
                 row.unit,
-                f"{row.first:,.4g}",
-                f"{row.second:,.4g}",
+                _number(row.first),
+                _number(row.second),
                 row.spoken_difference,
                 f"{row.first_n:,} / {row.second_n:,}",
             )
@@ -115,6 +115,10 @@ def _compared(first: Run, second: Run) -> Compared:
     return Compared(
         title=f"{first.name} against {second.name}", table=table, drawing=drawing(written)
     )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def _json(found: Json) -> bytes:
