@@ -18,7 +18,7 @@ from analysis import (
     what_now,
 )
 from analysis.run_files import Run, load_run
-from benchmarks.make_run import Shape, Truth, make
+from benchmarks.make_run import CYCLE_S, Shape, Truth, make
 
 pytestmark = pytest.mark.slow
 
@@ -94,7 +94,7 @@ def test_advice_names_the_turn_limit_first(made: tuple[Run, Truth]) -> None:
 def test_gpu_hours_lost_are_told_by_cause(made: tuple[Run, Truth]) -> None:
     rows = {row.cause: row for row in gpu_hours.table(made[0])}
     assert rows["idle engines"].how == "idle 20 %"
-    assert rows["recovery"].how.endswith(f"undone {6 * 231:,} s")
+    assert rows["recovery"].how.endswith(f"undone {6 * CYCLE_S:,.0f} s")
 
 
 def test_a_run_compared_with_itself_has_no_difference(made: tuple[Run, Truth]) -> None:
