@@ -21,10 +21,9 @@ from pathlib import Path
 from random import Random
 
 import msgspec
-import numpy as np
 
 from agentrl import events
-from agentrl.estimators import cluster_mean, pass_at_k
+from benchmarks.make_evaluations import write_evaluations
 
 BEGIN = 1_790_000_000.0
 NODES = ("inf0", "inf1", "inf2")
@@ -43,8 +42,6 @@ SHARES = {
     "command": 0.11,
     "grade": 0.05,
 }
-RATES = {"base": (28, 1), "sft": (51, 0), "rl": (110, 0)}
-"""Model → attempts of 400 that solved, and those lost of its first unsolved task."""
 _encode = msgspec.json.Encoder().encode
 
 
@@ -113,7 +110,7 @@ def make(folder: Path, shape: Shape) -> Truth:
         truth.skew_s = truth.skew_s or shift
         _write_node(folder, node, mine, _Node(shape=shape, shift=shift, texts=texts), random)
     _write_trainer(folder, shape, truth, random)
-    _write_evaluations(folder, truth, random)
+    truth.pass_1 |= write_evaluations(folder, random)
     if shape.damage:
         _damage(folder / "events", truth)
     return truth
@@ -340,40 +337,6 @@ def _write_step(writer: events.EventWriter, step: int, start: float, random: Ran
     )  # fmt: skip
     writer.write(event)
     return start + whole
-
-
-def _write_evaluations(folder: Path, truth: Truth, random: Random) -> None:
-    for model, (solved, lost) in RATES.items():
-        counts = np.zeros(100, np.int64)
-        while counts.sum() < solved:
-            task = int(100 * random.random() ** 3)
-            counts[task] += counts[task] < 4
-        attempts = np.full(100, 4)
-        if lost:  # one attempt was lost to infrastructure: its task is one of three, not of four
-            task = int(np.flatnonzero(counts == 0)[0])
-            attempts[task], counts[task] = 3, 1
-        shares = counts / attempts
-        tasks = [f"org{i % 12}__repo-{i}" for i in range(100)]
-        names = [task.split("-")[0] for task in tasks]
-        whole = attempts == 4
-        found = {
-            1: cluster_mean(shares, tasks, samples=2000),
-            4: cluster_mean(pass_at_k(attempts[whole], counts[whole], 4),
-                            [t for t, w in zip(tasks, whole, strict=True) if w], samples=2000),
-        }  # fmt: skip
-        truth.pass_1[model] = found[1].value
-        out = folder / "evaluations" / f"{model}-verified-T1.0"
-        out.mkdir(parents=True)
-        summary = {
-            "split": "verified", "temperature": 1.0, "tasks": 100, "attempts": 4,
-            "pass_at": {str(k): each.as_dict for k, each in found.items()},
-            "per_task": dict(zip(tasks, map(float, shares), strict=True)),
-            "clusters": dict(zip(tasks, names, strict=True)),
-            "difficulty": {t: ("<15 min", "15 min–1 h", "1–4 h")[i * 3 // 100]
-                           for i, t in enumerate(tasks)},
-            "causes": {"submitted": 400 - lost, "infra": lost}, "seconds": 5400.0,
-        }  # fmt: skip
-        (out / "summary.json").write_text(json.dumps(summary))
 
 
 def _damage(folder: Path, truth: Truth) -> None:
