@@ -58,6 +58,7 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ("port", r"[Aa]ddress already in use|EADDRINUSE|[Pp]ort (?:\d+ )?is already in use"),
     # at its start: servers report optional imports that failed, within lines of their log
     ("import", r"^(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named "),
+    ("import", r"^\S*python\S*: Error while finding module specification for "),
     ("model", r"size mismatch for |does not appear to have a file named|Unrecognized model in"),
     ("model", r"Cannot find any model weights|is not a local folder and is not a valid model"),
     ("collective", r"(?:NCCL|RCCL) error|nccl(?:System|UnhandledCuda|Internal|Remote)Error"),

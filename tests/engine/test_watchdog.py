@@ -126,6 +126,7 @@ def test_a_fault_line_is_the_cause_and_every_call_is_finished(
         await asyncio.sleep(0.2)
         case.order(order, ABORTED)
         assert all(is_whole(one) for one in await asyncio.gather(*calls))
+        await eventually(lambda: set(case.pids()) != set(before), "the fault was noticed")
         await eventually(lambda: len(case.supervisor.urls()) == 2, "both serve again")
         assert len(set(before) & set(case.pids())) == 1, "the other engine was left alone"
 

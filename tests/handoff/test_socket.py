@@ -205,7 +205,9 @@ def test_a_group_over_the_limit_is_refused_by_either_end(odd_path):
             send(odd_path, group(1))
         with pytest.raises(HandoffError, match=r"draw 1: its group is .* a socket takes 2000"):
             send(odd_path, group(1), max_bytes=2000)
-    assert reasons(end.events) == [("group", "too_large")]
+    # the second sender leaves before it has shaken hands: its connection may be counted too
+    groups = [one for one in reasons(end.events) if one[0] == "group"]
+    assert groups == [("group", "too_large")]
 
 
 frames = st.lists(st.one_of(st.binary(max_size=80), st.just(b"{}")), min_size=1, max_size=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -48,7 +49,8 @@ def test_a_killed_inference_role_starts_again_on_its_node(run: LabRun) -> None:
     run.train("training.steps=12", "rollout.nodes=2")
     run.until_step(1)
     for pid in run.pids("inference", 1):
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # the first one's end takes others along
+            os.kill(pid, signal.SIGKILL)
     last = run.finish()
     assert (last.action, last.restarts) == ("done", 1)
     assert "killed by SIGKILL" in run.log()
@@ -70,13 +72,13 @@ def test_a_run_is_saved_ahead_of_its_limit_and_requeued_until_it_is_done(run: La
 
 
 def test_a_preempted_run_comes_back_and_goes_on(run: LabRun) -> None:
-    run.train("training.steps=30", "cluster.inference.partition=scavenge")
+    run.train("training.steps=90", "cluster.inference.partition=scavenge")
     run.until_step(4)
     nodes = ["--partition=urgent", "--nodelist=inf0,inf1,inf2", "--nodes=3", "--exclusive"]
     run.lab.run(["sbatch", *nodes, "--time=1", "--wrap=sleep 3"], cwd=run.folder)
     last = run.finish()
     first = run.ledger()[0]
-    assert (last.action, last.step_end) == ("done", 30)
+    assert (last.action, last.step_end) == ("done", 90)
     assert first.action in ("requeue", "gone", "lost")
     assert first.step_end >= 4
 

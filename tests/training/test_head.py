@@ -138,6 +138,7 @@ def test_a_head_cut_over_two_ranks_equals_a_whole_one(tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_kernels_of_a_gpu_do_what_plain_torch_does(dtype):
     hidden, weight, targets = (one.detach().cuda() for one in draw(70, 5000, 64))
