@@ -244,6 +244,7 @@ def write_summary(
             "4": {"value": many, "low": max(0, many - 0.06), "high": many + 0.06},
         },
         "per_task": {f"t{i}": sum(row) / len(row) for i, row in enumerate(solved)},
+        "difficulty": {f"t{i}": ("short", "long")[i % 2] for i in range(len(solved))},
         "seconds": 31.5,
     }
     (out / "summary.json").write_text(json.dumps(found))
