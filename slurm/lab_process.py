@@ -71,7 +71,7 @@ def spawn(command: Sequence[str], env: Mapping[str, str], log: Path, *, stdin: i
         actions = [(os.POSIX_SPAWN_DUP2, stdin, 0)]
         actions += [(os.POSIX_SPAWN_DUP2, file.fileno(), number) for number in (1, 2)]
         return Process.of(
-            os.posix_spawnp(command[0], command, env, file_actions=actions, setsid=True)
+            os.posix_spawnp(command[0], list(command), env, file_actions=actions, setsid=True)
         )
 
 
