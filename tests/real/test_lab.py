@@ -18,7 +18,7 @@ from slurm.lab import Lab
 from slurm.lab_files import Plan
 from slurm.lab_process import Process, wait_for
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 NOTICE_S = 60.0
 CLI = (sys.executable, "-m", "launch.cluster")

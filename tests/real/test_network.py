@@ -14,7 +14,7 @@ import pytest
 from slurm.lab import Lab
 from slurm.proof import read
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
 def prove(lab: Lab, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
