@@ -33,8 +33,8 @@ from submitit.core import core, utils
 from agentrl.errors import LaunchError
 from slurm.files import listed, publish
 from slurm.reference import refer
+from slurm.states import worst
 from slurm.task import KILL_NOW, MARK, RoleSpec, Submission, kill_marked, result_path
-from slurm.verdict import worst
 
 KILL_WAIT_S = 10.0
 Task = tuple[str, int]

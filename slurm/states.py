@@ -106,7 +106,7 @@ class JobState:
 
 def worst(states: Iterable[str]) -> str:
     """Fold the components' states into the job's. UNKNOWN when there is none."""
-    found = list(states)
+    found = [state.upper() for state in states]
     strange = [state for state in found if state not in LIVE and state not in ENDED]
     known = [state for state in (*LIVE, *ENDED) if state in found]
     return next(iter((*strange, *known)), "UNKNOWN")

@@ -6,7 +6,6 @@ launch attempts without a new checkpoint are counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -147,23 +146,3 @@ def _starts(situation: Situation, newest: ExitRecord) -> int:
 
 def _told(record: ExitRecord) -> str:
     return record.message or f"{record.role} on node {record.node} exited {record.code}"
-
-
-def worst(states: Iterable[str]) -> str:
-    """Fold the states of roles or components into the job's: a live one wins, else the worst."""
-    found = {state.upper() for state in states}
-    return next((state for state in (*LIVE, *ENDED) if state in found), "UNKNOWN")
-
-
-LIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "CONFIGURING", "REQUEUED", "PENDING")
-ENDED = (
-    "FAILED",
-    "NODE_FAIL",
-    "BOOT_FAIL",
-    "OUT_OF_MEMORY",
-    "TIMEOUT",
-    "DEADLINE",
-    "CANCELLED",
-    "PREEMPTED",
-    "COMPLETED",
-)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from slurm.exit_record import CAUSES, ExitRecord
 from slurm.ledger import LedgerLine, attempts_without_progress
-from slurm.verdict import Limits, Situation, decide, worst
+from slurm.states import worst
+from slurm.verdict import Limits, Situation, decide
 
 LIMITS = Limits(max_attempts_without_progress=3, max_trainer_restarts=2, max_inference_restarts=1)
 CODES = {"done": 0, "saved": 75, "usage": 2, "killed": 137}
