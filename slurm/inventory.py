@@ -23,8 +23,8 @@ import psutil
 
 UP, LOOPBACK_TYPE, ETHERNET_TYPE = 0x1, 772, 1
 """IFF_UP of <net/if.h>; ARPHRD_LOOPBACK and ARPHRD_ETHER of <net/if_arp.h>."""
-RUNNING_STATES = ("up", "unknown")
-"""operstate with which the kernel sets IFF_RUNNING (RFC 2863; /sys/.../flags leaves it out)."""
+WAITING_STATES = ("dormant", "testing")
+"""operstate of a link that has a carrier and may not be used yet (RFC 2863), as under 802.1X."""
 VIRTUAL_DEVTYPES = ("vlan", "macvlan", "ipvlan", "vxlan", "wireguard", "geneve", "bond", "bridge")
 MARKS = {"bonding": "bond", "bridge": "bridge", "tun_flags": "tun"}
 """An entry of /sys/class/net/NAME that only such an interface has."""
@@ -54,7 +54,7 @@ class Interface(msgspec.Struct, kw_only=True, frozen=True):
     """`physical`, `loopback`, `bond`, `bridge`, `veth`, `tun`, `vlan`, …; `virtual` if unknown."""
     is_up: bool = True
     is_running: bool = True
-    """It has a carrier."""
+    """It has a carrier. Not operstate "up", which the kernel sets as much as a second later."""
     mtu: int = 1500
     speed_mbps: int = 0
     """0: not known, as with many virtual machines."""
@@ -156,7 +156,8 @@ def _sysfs_link(folder: Path, peer: str, *, is_real: bool) -> Interface:
         name=folder.name,
         kind=kind,
         is_up=bool(_number(folder / "flags") & UP),
-        is_running=_text(folder / "operstate") in RUNNING_STATES,
+        is_running=_number(folder / "carrier") == 1
+        and _text(folder / "operstate") not in WAITING_STATES,
         mtu=_number(folder / "mtu"),
         speed_mbps=max(0, _number(folder / "speed")),  # -1 without a link
         master=master.resolve().name if master.exists() else "",

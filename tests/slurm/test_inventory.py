@@ -13,7 +13,14 @@ import pytest
 
 from slurm.inventory import Address, Interface, Inventory, take
 
-ETHER = {"type": "1", "flags": "0x1003", "operstate": "up", "mtu": "9000", "iflink": "2"}
+ETHER = {
+    "type": "1",
+    "flags": "0x1003",
+    "carrier": "1",
+    "operstate": "up",
+    "mtu": "9000",
+    "iflink": "2",
+}
 
 
 @pytest.fixture
@@ -88,19 +95,22 @@ def test_a_veth_whose_other_end_is_here_names_it(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "state", "is_up", "is_running"),
+    ("flags", "carrier", "state", "is_up", "is_running"),
     [
-        ("0x1003", "up", True, True),
-        ("0x1003", "unknown", True, True),
-        ("0x1003", "down", True, False),
-        ("0x1003", "lowerlayerdown", True, False),
-        ("0x1002", "down", False, False),
+        ("0x1003", "1", "up", True, True),
+        ("0x1003", "1", "unknown", True, True),
+        ("0x1003", "1", "down", True, True),  # a link that came up less than a second ago
+        ("0x1003", "1", "dormant", True, False),
+        ("0x1003", "0", "down", True, False),
+        ("0x1003", "0", "lowerlayerdown", True, False),
+        ("0x1002", "", "down", False, False),
     ],
 )
 def test_up_is_what_was_asked_and_running_what_has_a_carrier(
-    root: Path, flags: str, state: str, is_up: bool, is_running: bool
+    root: Path, flags: str, carrier: str, state: str, is_up: bool, is_running: bool
 ) -> None:
-    lay(root, "eth0", "device/", flags=flags, operstate=state, speed="-1")
+    told = {"flags": flags, "carrier": carrier, "operstate": state, "speed": "-1"}
+    lay(root, "eth0", "device/", **told)
     found = only(root)
     assert (found.is_up, found.is_running, found.speed_mbps) == (is_up, is_running, 0)
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,18 @@ class Net:
             ip("-n", space, "addr", "add", f"{subnet}.{number}/24", "dev", f"eth{at}")
             ip("-n", space, "link", "set", f"eth{at}", "up")
 
+    def settle(self, *, limit_s: float = 10) -> None:
+        """Wait for the links: until the kernel says "up", up to a second late, packets are lost."""
+        end = time.monotonic() + limit_s
+        while waiting := [name for name in self.made for _ in self.unsettled(name)]:
+            assert time.monotonic() < end, f"links of {waiting} are not up"
+            os.sched_yield()
+
+    def unsettled(self, space: str) -> list[str]:
+        links = ["ip", "-n", space, "-j", "link", "show", "type", "veth"]
+        shown = json.loads(subprocess.run(links, check=True, capture_output=True).stdout)
+        return [link["ifname"] for link in shown if link["operstate"] != "UP"]
+
     def space(self, node: str) -> str:
         return f"p{self.tag}-{node}"
 
@@ -114,6 +127,7 @@ def net() -> Iterator[Net]:
     try:
         for at, node in enumerate(NODES, start=1):
             made.boot(node, at)
+        made.settle()
         yield made
     finally:
         made.end()
