@@ -113,6 +113,10 @@ class ClusterError(AgentRLError, RuntimeError):
     """The small Slurm cluster of this machine cannot be started, is not up, or is up already."""
 
 
+class ImageError(ConfigError):
+    """An image that is not whole, is not of this machine's kind, or in which no role can run."""
+
+
 class SpecError(ConfigError):
     """A job that Slurm would refuse, or would take to mean something else."""
 

@@ -1,1 +1,1 @@
-"""Definition files and the building and running of images."""
+"""Images in which every role of a run runs: definitions, building, reading, entering one."""

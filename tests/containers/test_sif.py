@@ -1,0 +1,77 @@
+"""Images read without Apptainer: whole or not, for this machine or not, and their labels."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from agentrl.errors import ImageError
+from containers import sif
+
+LABELS = {"data": {"attributes": {"labels": {"agentrl.gpu": "rocm"}}}}
+
+
+def write_sif(path: Path, *, architecture: bytes = b"02", kind: int = sif.PARTITION) -> Path:
+    """Write a SIF of a definition, labels and a file system of no use."""
+    texts = [(sif.DEFINITION, b"", b"Bootstrap: x\n", b"")]
+    texts += [(sif.JSON_OBJECT, sif.METADATA.encode(), json.dumps(LABELS).encode(), b"")]
+    extra = struct.pack("<ii", 1, sif.PRIMARY) + architecture + b"\0"
+    texts += [(kind, b"", b"hsqs" * 100, extra)]
+    table, data = b"", b""
+    begin = sif.HEADER.size + len(texts) * sif.DESCRIPTOR.size
+    for number, (what, name, body, more) in enumerate(texts, 1):
+        place = (begin + len(data), len(body), len(body), 0, 0, 0, 0)
+        table += sif.DESCRIPTOR.pack(what, True, number, 1, 0, *place, name, more)
+        data += body
+    numbers = (0, 0, 0, len(texts), sif.HEADER.size, len(table), begin, len(data))
+    head = sif.HEADER.pack(b"#!", sif.MAGIC, b"01", architecture, b"", *numbers)
+    path.write_bytes(head + table + data)
+    return path
+
+
+def test_a_whole_image_tells_its_machine_its_labels_and_its_definition(odd_path: Path) -> None:
+    found = sif.read(write_sif(odd_path / "a.sif"))
+    assert (found.architecture, found.gpu, found.definition) == ("x86_64", "rocm", "Bootstrap: x\n")
+    assert found.size == (odd_path / "a.sif").stat().st_size
+
+
+def test_every_truncation_is_seen(tmp_path: Path) -> None:
+    whole = write_sif(tmp_path / "a.sif").read_bytes()
+    for length in range(0, len(whole), 97):
+        (tmp_path / "b.sif").write_bytes(whole[:length])
+        with pytest.raises(ImageError, match=r"not a SIF|truncated|ends within|without a file sys"):
+            sif.read(tmp_path / "b.sif")
+
+
+def test_another_machines_image_is_refused_with_both_names(tmp_path: Path) -> None:
+    found = sif.read(write_sif(tmp_path / "a.sif", architecture=b"04"))
+    with pytest.raises(ImageError, match="for aarch64, and this machine is x86_64"):
+        sif.refuse_foreign(found, "x86_64")
+    sif.refuse_foreign(found, "aarch64")
+
+
+def test_what_is_no_image_is_told_from_a_missing_one(tmp_path: Path) -> None:
+    (tmp_path / "page.sif").write_text("<html>403 Forbidden</html>" * 10)
+    with pytest.raises(ImageError, match="begins with b'<html>403"):
+        sif.read(tmp_path / "page.sif")
+    with pytest.raises(ImageError, match="no such file"):
+        sif.read(tmp_path / "none.sif")
+    with pytest.raises(ImageError, match="a folder; pack it"):
+        sif.read(tmp_path)
+
+
+def test_an_image_without_a_file_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="without a file system"):
+        sif.read(write_sif(tmp_path / "a.sif", kind=sif.LABELS))
+
+
+def test_the_digest_is_sha256_and_tells_how_far_it_is(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"x" * 10)
+    heard: list[int] = []
+    found = sif.digest(tmp_path / "f", heard.append)
+    assert found == f"sha256:{hashlib.sha256(b'x' * 10).hexdigest()}"
+    assert heard == [10]
