@@ -75,13 +75,15 @@ def spawn(command: Sequence[str], env: Mapping[str, str], log: Path, *, stdin: i
         )
 
 
-def wait_for(look: Callable[[], Answer | None], limit_s: float, what: str) -> Answer:
+def wait_for(
+    look: Callable[[], Answer | None], limit_s: float, what: str, *, every_s: float = POLL_S
+) -> Answer:
     """Return the first true answer of `look`. Raises WaitTimeout after `limit_s`."""
     deadline = time.monotonic() + limit_s
     while not (answer := look()):
         if time.monotonic() > deadline:
             raise WaitTimeout(f"waited {limit_s:g} s for {what}")
-        time.sleep(POLL_S)
+        time.sleep(every_s)
     return answer
 
 
