@@ -6,11 +6,12 @@ One tiny run (a trainer node, two of three inference nodes, a checkpoint each st
 one after another, each once two steps have followed the last. `seconds` go from the fault to the
 end of the first step that no earlier one equals, so what was lost has been made again; `attempt_s`
 to the beginning of the next launch attempt and `engine_s` to an engine that serves again, where a
-fault ends them. Times are those of the run's own events. They hold the site's delays: Slurm's notice of
-a dead node (SlurmdTimeout, 15 s in this cluster), the wait of a requeued job (cred_expire + 1 s,
-here 6; 121 by default), GraceTime of a preempted partition (5 s) and, for the trainer's node, the
-5 s after which it is booted again. A fault that the run does not outlive is written down as such,
-and the next one meets a new run. Root, as the cluster needs it; a machine that does nothing else.
+fault ends them. Times are those of the run's own events. They hold the site's delays: Slurm's
+notice of a dead node (SlurmdTimeout, 15 s in this cluster), the wait of a requeued job (cred_expire
++ 1 s, here 6; 121 by default), GraceTime of a preempted partition (5 s) and, for the trainer's
+node, the 5 s after which it is booted again. A fault that the run does not outlive is written down
+as such, and the next one meets a new run. Root, as the cluster needs it; a machine that does
+nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rich.table import Table
 from agentrl import events
 from agentrl.errors import AgentRLError
 from agentrl.handoff.publish import publish_json
-from launch.cli import main as agentrl
+from benchmarks.tiny_run import model_of, prepared
 from launch.progress import EventTail
 from launch.run_dir import RunDir, launcher_of
 from slurm import proof
@@ -50,18 +51,6 @@ LIMIT_S = 150.0
 STEPS_BETWEEN = 2
 POLL_S = 0.2
 DOWN_S = 5.0
-CONFIG = """\
-extends: {root}/configs/demo.yaml
-name: tiny
-runs_dir: {folder}/runs
-agent: {{prompts: {root}/configs/agents/repair.yaml}}
-tasks: {{folder: {folder}/tasks, train: 4, held_out: 4, unseen_sites: 2, unseen_functions: 2}}
-model: {{path: {folder}/model, hidden_size: 64, intermediate_size: 128, layers: 2, heads: 2}}
-rollout: {{concurrency: 4, attempts_per_task: 4}}
-sft: {{traces: 48, expert_accuracy: 0.5, epochs: 12}}
-training: {{groups_per_step: 2}}
-grace_s: 40
-"""
 OVERRIDES = (
     "cluster=lab",
     "cluster.time_min=60",
@@ -261,35 +250,6 @@ def measured(victim: Victim, fault: str) -> Row:
 
 
 # -- the run --------------------------------------------------------------------------------------
-
-
-def prepared(work: Path) -> Path:
-    """Make two easy tasks and a model that was tuned on them, unless they are there.
-
-    Returns the config; `model_of` is the model. Some tries of each task are solved, some not.
-    """
-    config = work / "config.yaml"
-    if config.is_file():
-        return config
-    work.mkdir(parents=True, exist_ok=True)
-    draft = work / "draft.yaml"
-    draft.write_text(CONFIG.format(root=ROOT, folder=work))
-    _agentrl("prepare", draft)
-    two = (work / "tasks" / "sft.jsonl").read_bytes().splitlines(keepends=True)[:2]
-    for split in ("sft", "train"):
-        (work / "tasks" / f"{split}.jsonl").write_bytes(b"".join(two))
-    _agentrl("sft", draft)
-    draft.rename(config)
-    return config
-
-
-def model_of(config: Path) -> Path:
-    return config.parent / "runs" / "tiny" / "sft" / "model"
-
-
-def _agentrl(command: str, config: Path) -> None:
-    if code := agentrl([command, str(config)]):
-        raise SystemExit(f"agentrl {command} {config} ended with {code}")
 
 
 @contextmanager

@@ -7,46 +7,26 @@ import signal
 from pathlib import Path
 
 import pytest
-from lab_run import ROOT, LabRun
+from lab_run import LabRun
 
-from launch.cli import main
+from benchmarks.tiny_run import model_of, prepared
 from slurm.lab import Lab
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(2400)]
 LONG_S = 900.0
 """Four nodes share this machine's cores."""
-CONFIG = """\
-extends: {root}/configs/demo.yaml
-name: tiny
-runs_dir: {folder}/runs
-agent: {{prompts: {root}/configs/agents/repair.yaml}}
-tasks: {{folder: {folder}/tasks, train: 4, held_out: 4, unseen_sites: 2, unseen_functions: 2}}
-model: {{path: {folder}/model, hidden_size: 64, intermediate_size: 128, layers: 2, heads: 2}}
-rollout: {{concurrency: 4, attempts_per_task: 4}}
-sft: {{traces: 48, expert_accuracy: 0.5, epochs: 12}}
-training: {{steps: 6, groups_per_step: 2, checkpoint_every: 2}}
-grace_s: 40
-"""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared and fine-tuned tiny model, in a folder with an awkward name."""
-    folder = tmp_path_factory.mktemp("it's a cluster")
-    path = folder / "config.yaml"
-    path.write_text(CONFIG.format(folder=folder, root=ROOT))
-    assert main(["prepare", str(path)]) == 0
-    two = (folder / "tasks" / "sft.jsonl").read_bytes().splitlines(keepends=True)[:2]
-    for split in ("sft", "train"):  # two tasks learnt by heart: some tries of each are solved
-        (folder / "tasks" / f"{split}.jsonl").write_bytes(b"".join(two))
-    assert main(["sft", str(path)]) == 0
-    return path
+    return prepared(tmp_path_factory.mktemp("it's a cluster"))
 
 
 def begin(lab: Lab, config: Path, name: str, *overrides: str) -> LabRun:
     run = LabRun(lab, config.parent, name=name)
-    model = config.parent / "runs" / "tiny" / "sft" / "model"
-    run.agentrl("train", config, "cluster=lab", f"name={name}", f"model.path={model}", *overrides)
+    given = [f"name={name}", f"model.path={model_of(config)}", *overrides]
+    run.agentrl("train", config, "cluster=lab", *given)
     return run
 
 
