@@ -58,6 +58,9 @@ class TasksConfig:
     """Instances at bug sites never trained on."""
     unseen_functions: int = 60
     """Instances of functions never trained on."""
+    functions: int = 0
+    """Functions that bugs are planted in, the same number from each of the library's modules or one
+    fewer; 0 takes all. The fewer they are, the sooner reinforcement learning knows each."""
     max_functions: int = 1
     """Functions in one generated module, 1 or more."""
     seed: int = 0
@@ -150,6 +153,8 @@ class TrainingConfig:
     """Learning rate of Adam."""
     warmup_steps: int = 5
     """Steps over which the learning rate rises to `lr`."""
+    lr_decay: str = "none"
+    """`linear`: after its rise the learning rate falls to nothing at the end of `steps`. `none`."""
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     beta1: float = 0.9

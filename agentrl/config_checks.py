@@ -24,6 +24,7 @@ CHOICES = {
     "training.kl_estimator": ("k1", "k2", "k3"),
     "training.aggregation": ("token", "trajectory"),
     "training.dtype": ("float32", "bfloat16"),
+    "training.lr_decay": ("none", "linear"),
     "training.packing": ("padded", "packed"),
     "training.device": ("cpu", "gpu"),
     "training.recompute": ("none", "layers"),

@@ -33,7 +33,7 @@ from agentrl.tasks.validate import validate_all
 
 log = logging.getLogger(__name__)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-GENERATOR = 3
+GENERATOR = 4
 """Raised when the generator changes what a seed gives, so that older folders are made anew."""
 
 
@@ -99,7 +99,7 @@ def _prepare_tasks(config: RunConfig) -> None:
         "unseen_functions": config.tasks.unseen_functions,
     }
     seed, size = config.tasks.seed, config.tasks.max_functions
-    part = partition(seed)
+    part = partition(seed, config.tasks.functions)
     with Progress(*COLUMNS, TimeRemainingColumn()) as progress:
         for split, count in counts.items():
             bar = progress.add_task(f"tasks: {split}", total=count)

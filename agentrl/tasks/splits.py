@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
-from agentrl.tasks.library import all_names
+from agentrl.tasks.library import all_names, library
 from agentrl.tasks.repair import Triple, Wanted, all_triples
 
 TRAINED = ("sft", "train")
 SPLITS = (*TRAINED, "held_out", "unseen_sites", "unseen_functions")
-UNSEEN_FUNCTIONS, UNSEEN_SITES, HELD_OUT = 0.15, 0.12, 0.5
+UNSEEN_FUNCTIONS, UNSEEN_SITES, HELD_OUT = 0.15, 0.12, 0.4
 RESERVED_NAMES = 0.2
 
 
@@ -24,19 +25,21 @@ class Partition:
     reserved_names: tuple[str, ...]
 
 
-def partition(seed: int) -> Partition:
+def partition(seed: int, functions: int = 0) -> Partition:
     """Divide functions, then sites, then replacements. Only the rest is trained on.
 
+    `functions`: take so many of the library; 0 takes all.
     held_out: triples never trained on, at sites that are, with another replacement.
     unseen_sites: (function, site) never trained on. unseen_functions: functions never trained on.
     """
     rng = random.Random(f"partition {seed}")
-    triples = [triple for triple, _ in all_triples()]
-    functions = list(dict.fromkeys(function for function, _, _ in triples))
-    far = set(rng.sample(functions, round(UNSEEN_FUNCTIONS * len(functions))))
+    taken = chosen(functions)
+    triples = [triple for triple, _ in all_triples() if triple[0] in taken]
+    far = set(rng.sample(taken, round(UNSEEN_FUNCTIONS * len(taken))))
     sites = [site for site in dict.fromkeys(t[:2] for t in triples) if site[0] not in far]
     apart = set(rng.sample(sites, round(UNSEEN_SITES * len(sites))))
     groups: dict[str, list[Triple]] = {name: [] for name in SPLITS[1:]}
+    owed = rng.random()
     for site in dict.fromkeys(t[:2] for t in triples):
         here = [triple for triple in triples if triple[:2] == site]
         if site[0] in far:
@@ -45,7 +48,9 @@ def partition(seed: int) -> Partition:
             groups["unseen_sites"] += here
         else:
             rng.shuffle(here)
-            kept = sum(rng.random() < HELD_OUT * len(here) / (len(here) - 1) for _ in here[1:])
+            owed += HELD_OUT * len(here) if len(here) > 1 else 0.0
+            kept = min(int(owed), len(here) - 1)
+            owed -= kept
             groups["held_out"] += here[:kept]
             groups["train"] += here[kept:]
     names = list(all_names())
@@ -56,6 +61,15 @@ def partition(seed: int) -> Partition:
         reserved_names=tuple(names[:cut]),
         trained_names=tuple(names[cut:]),
     )
+
+
+def chosen(functions: int) -> list[str]:
+    """Return so many of the library's functions, one of each module before a second of any."""
+    modules: dict[str, list[str]] = {}
+    for name, template in library().items():
+        modules.setdefault(template.module, []).append(name)
+    turns = chain.from_iterable(zip_longest(*modules.values()))
+    return [name for name in turns if name is not None][: functions or None]
 
 
 def wanted(part: Partition, split: str, functions: int, rng: random.Random) -> Iterator[Wanted]:

@@ -22,6 +22,14 @@ class BackendState:
     """Optimizer steps taken: the learning-rate schedule is a function of it."""
 
 
+def learning_rate(config: TrainingConfig, updates: int) -> float:
+    """Return that of the update after `updates`: a linear rise, then `lr_decay`'s way."""
+    rise = (updates + 1) / max(1, config.warmup_steps)
+    left = (config.steps - updates) / max(1, config.steps - config.warmup_steps)
+    fall = left if config.lr_decay == "linear" else 1.0
+    return config.lr * max(0.0, min(rise, fall, 1.0))
+
+
 class Backend(Protocol):
     """One policy in training. Batches are whole steps; the back end splits work over its ranks."""
 

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DivergedError
+from agentrl.training.backend import learning_rate
 from agentrl.training.convert import WeightFiles
 from agentrl.training.head import Shard, chosen_logprobs
 from agentrl.training.hf_map import Layout, Place, fuse, join, places, split, unfuse
@@ -123,8 +124,8 @@ class MegatronBackend:
 
     @property
     def lr(self) -> float:
-        """Of the next update: a linear rise to `lr`, then constant."""
-        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
+        """Of the next update."""
+        return learning_rate(self.config, self.updates)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:

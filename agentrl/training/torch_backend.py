@@ -20,6 +20,7 @@ from agentrl.training import ranks
 from agentrl.training.attention import register
 from agentrl.training.backend import Backend as Backend
 from agentrl.training.backend import BackendState as BackendState
+from agentrl.training.backend import learning_rate
 from agentrl.training.convert import single_experts
 from agentrl.training.model_folder import load_model
 from agentrl.training.packing import MicroBatch, deal
@@ -66,8 +67,8 @@ class TorchBackend:
 
     @property
     def lr(self) -> float:
-        """Of the next update: a linear rise to `lr`, then constant."""
-        return self.config.lr * min(1.0, (self.updates + 1) / max(1, self.config.warmup_steps))
+        """Of the next update."""
+        return learning_rate(self.config, self.updates)
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         self.world.tell(LOGPROBS, ranks.to_tensors([[batch]]))

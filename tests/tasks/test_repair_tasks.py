@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -74,6 +75,17 @@ def test_no_split_shares_what_it_must_not_with_training(seed: int) -> None:
     assert not set(part.trained_names) & set(part.reserved_names)
     assert sum(map(len, part.triples.values())) == len(all_triples())
     assert all(part.triples.values())
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**9), functions=st.integers(24, 64))
+def test_fewer_functions_are_spread_over_the_modules(seed: int, functions: int) -> None:
+    triples = [one for some in partition(seed, functions).triples.values() for one in some]
+    found = {function for function, _, _ in triples}
+    counts = Counter(library()[function].module for function in found)
+    assert len(found) == functions
+    assert len(counts) >= 12
+    assert len({kind for triple, kind in all_triples() if triple in triples}) >= 6
 
 
 @settings(max_examples=5, deadline=None)

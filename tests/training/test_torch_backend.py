@@ -12,7 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from agentrl.config import TrainingConfig
 from agentrl.errors import CheckpointError, ConfigError, DivergedError
+from agentrl.training.backend import learning_rate
 from agentrl.training.intake import make_batch
 from agentrl.training.model_folder import load_model, named_weights, write_model_folder
 from agentrl.training.packing import Sample, pack, stack
@@ -160,3 +162,20 @@ def test_a_sample_without_sampled_tokens_does_no_harm(backend):
     before = parameters(backend).clone()
     backend.train_step([stack([empty])])
     assert torch.equal(parameters(backend), before)
+
+
+# The learning rate
+
+
+def schedule(decay: str) -> list[float]:
+    config = TrainingConfig(steps=10, lr=1.0, warmup_steps=4, lr_decay=decay)
+    return [round(learning_rate(config, update), 3) for update in range(12)]
+
+
+def test_the_learning_rate_rises_and_stays() -> None:
+    assert schedule("none") == [0.25, 0.5, 0.75, *[1.0] * 9]
+
+
+def test_a_linear_decay_ends_at_nothing_and_never_below() -> None:
+    falling = [0.833, 0.667, 0.5, 0.333, 0.167]
+    assert schedule("linear") == [0.25, 0.5, 0.75, 1.0, 1.0, *falling, 0.0, 0.0]
