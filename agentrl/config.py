@@ -47,7 +47,8 @@ class ModelConfig:
 @dataclass
 class TasksConfig:
     source: str = "repair"
-    """`repair`: made by the seeded generator. `swesmith`: JSONL rows of SWE-smith's schema."""
+    """`repair`: made by the seeded generator. `swesmith`, `swebench` (its kin too), `r2egym`: rows
+    of that schema, a JSONL or Parquet file a split. `harbor`: task folders in a folder a split."""
     folder: str = "data/demo/tasks"
     """Where the split files (train.jsonl, held_out.jsonl, …) and the prepared images are."""
     train: int = 1500
@@ -67,6 +68,10 @@ class TasksConfig:
     """Seed of the generator and of the splits."""
     grade_timeout_s: float = 30.0
     """Longest a task's tests may run when graded, seconds."""
+    test_setup: str = ""
+    """Shell text before each row's test command, as `. /opt/miniconda3/bin/activate testbed`."""
+    subset: int = 0
+    """Tasks of a split that are taken, by repository and difficulty, by tasks.seed; 0: all."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 CHOICES = {
     "model.init": ("none", "qwen3"),
-    "tasks.source": ("repair", "swesmith"),
+    "tasks.source": ("repair", "swesmith", "swebench", "r2egym", "harbor"),
     "sandbox.kind": ("bubblewrap", "process"),
     "sandbox.shell": ("bash", "sh"),
     "agent.mode": ("tool", "text"),

@@ -13,7 +13,11 @@ from collections.abc import Sequence
 COMMANDS = {
     "demo": "the whole job on one machine: prepare, sft, evaluate, train, evaluate, report",
     "prepare": "make the tasks, and the model and tokenizer where the config asks for it",
+    "validate": "prove in sandboxes that tasks can decide: gold passes, nothing else does",
+    "grade": "grade predictions (preds.json) on a split, each in a fresh sandbox",
+    "plan": "tell every cap on trajectories at once, the smallest first",
     "sft": "make expert traces in real sandboxes and fine-tune the model on them",
+    "import_traces": "turn published trajectories into traces that sft reads",
     "train": "train by reinforcement learning: an inference role and a trainer role",
     "evaluate": "attempt a split of the tasks and write pass@1 and pass@k",
     "resume": "go on with a run that was saved, stopped or killed",

@@ -29,8 +29,8 @@ PER_FILE = 50
 """Traces in one spool file; what an interruption can lose in each worker."""
 CONCURRENCY = 12
 """Traces in flight in one worker: its time is the sandboxes' time."""
-SPLITS = {"repair": "sft", "swesmith": "train"}
-"""Where the tasks for traces come from; the generator keeps some for it."""
+SPLITS = {"repair": "sft"}
+"""Where the tasks for traces come from, else `train`; the generator keeps some for it."""
 
 
 def traces_role(config_path: str, folder: str, workers: int, node: int) -> Answer:
@@ -45,7 +45,7 @@ def traces_role(config_path: str, folder: str, workers: int, node: int) -> Answe
 async def _make(
     config: RunConfig, folder: Path, workers: int, node: int, stop: StopFlag, events: EventWriter
 ) -> int:
-    tasks = load_split(config.tasks, SPLITS[config.tasks.source])
+    tasks = load_split(config.tasks, SPLITS.get(config.tasks.source, "train"))
     writer = SpoolWriter(folder / "traces", node)
     there = list_spool(folder / "traces")
     leases = config.run_dir / "leases"

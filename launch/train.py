@@ -18,6 +18,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from launch import cluster_run, submission, watch
 from launch.command import add_config, guard, parse, parser, say
+from launch.plan import check_caps
 from launch.run_dir import command_line, create, settled
 from slurm.exit_record import DONE
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if given.dry_run:
         return cluster_run.show(config)
     check_model(config)
+    check_caps(config)
     line = command_line("train", argv)
     run = create(config, line)
     say(f"run {run.path}, starting model {run.config().model.path}")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
 import secrets
-import shlex
 from pathlib import Path
 
-from agentrl.errors import GradingError, SandboxLost
-from agentrl.sandbox.base import TESTBED, ExecResult, Sandbox
+from agentrl.errors import GradingError
+from agentrl.sandbox.base import ExecResult, Sandbox
 from agentrl.tasks import runner
+from agentrl.tasks.frameworks import PASSES, REPORTED, doubt, results_of, worst
+from agentrl.tasks.pytest_report import new_report
+from agentrl.tasks.restore import plan, put, put_back, untouched
 from agentrl.tasks.task import Task, Verdict
+from agentrl.tasks.verifier import run_verifier
 
 CHECK_COMMAND = "python check.py"
 _LOG_BYTES = 200_000
+_FOREIGN_LOG_BYTES = 8 << 20
+"""Results are read from it, and a suite of ten thousand tests says a line on each."""
 _PICK_PYTHON = "python=python3; command -v python3 >/dev/null || python=python"
 """Without a fork: some images have only one of the two names."""
-_LINE = re.compile(r"^(\S+::.*?|\S+) (PASSED|FAILED|ERROR)(?:\s+\[ *\d+%\])?\s*$", re.MULTILINE)
 
 
 async def grade(task: Task, sandbox: Sandbox, *, image: Path, timeout_s: float) -> Verdict:
@@ -28,11 +32,13 @@ async def grade(task: Task, sandbox: Sandbox, *, image: Path, timeout_s: float) 
     start, SandboxLost.
     """
     await sandbox.stop_processes()
+    if task.verifier is not None:
+        return await run_verifier(task, task.verifier, sandbox, timeout_s=timeout_s)
     run = _run_own if task.test_command == CHECK_COMMAND else _run_foreign
     results, log = await run(task, sandbox, image, timeout_s)
     wanted = (*task.fail_to_pass, *task.pass_to_pass)
-    passed = tuple(name for name in wanted if results.get(name) == "PASSED")
-    failed = tuple(name for name in wanted if results.get(name) != "PASSED")
+    passed = tuple(name for name in wanted if results.get(name) in PASSES)
+    failed = tuple(name for name in wanted if results.get(name) not in PASSES)
     return Verdict(resolved=bool(wanted) and not failed, passed=passed, failed=failed, log=log)
 
 
@@ -40,17 +46,18 @@ async def _run_own(
     task: Task, sandbox: Sandbox, image: Path, timeout_s: float
 ) -> tuple[dict[str, str], str]:
     """Run our runner: see its docstring for what it defends against."""
-    files = {name: _untouched(image, name).decode() for name in task.test_files}
+    files = {name: untouched(image, name).decode() for name in task.test_files}
     tests = list(dict.fromkeys(n.partition("::")[0] for n in task.fail_to_pass + task.pass_to_pass))
     missing = [name for name in tests if name not in files]
     if missing:
         raise GradingError(f"task {task.instance_id}: test file {missing[0]} is not in test_files")
     nonce = secrets.token_hex(16)
-    path = f"/tmp/grade-{secrets.token_hex(8)}/run.py"
-    if refused := await _put(sandbox, path, runner.render(files, tests, nonce).encode()):
+    path = f"grade-{secrets.token_hex(8)}/run.py"
+    if refused := await put(sandbox, f"/tmp/{path}", runner.render(files, tests, nonce).encode()):
         return {}, refused
     done = await sandbox.exec(
-        f"{_PICK_PYTHON}; exec $python -I -S -B -X pycache_prefix=/tmp/none {path}",
+        f"{_PICK_PYTHON}; exec $python -I -S -B -X pycache_prefix=/tmp/none "
+        f'"${{TMPDIR:-/tmp}}/{path}"',  # a sandbox on the bare host has a /tmp of its own there
         timeout_s=timeout_s,
         max_bytes=_LOG_BYTES,
     )
@@ -66,45 +73,32 @@ async def _run_own(
 async def _run_foreign(
     task: Task, sandbox: Sandbox, image: Path, timeout_s: float
 ) -> tuple[dict[str, str], str]:
-    """Run the row's own command. Its output is believed, as SWE-smith's harness does."""
-    for name in task.test_files:
-        await sandbox.exec(f"rm -rf -- {shlex.quote(name)}", timeout_s=timeout_s)
-        if refused := await _put(sandbox, name, _untouched(image, name)):
-            return {}, refused
+    """Run the row's own command over restored files; see tasks.frameworks for what is believed."""
+    restoration = await asyncio.to_thread(plan, task, image)
+    report = new_report() if task.framework in REPORTED else None
+    refused = await put_back(sandbox, restoration, task.hidden_files)
+    if report and not refused:
+        refused = await report.install(sandbox)
+    if refused:
+        return {}, refused
     done = await sandbox.exec(
-        f"cd {TESTBED} && {task.test_command}", timeout_s=timeout_s, max_bytes=_LOG_BYTES
+        report.command(task.test_command) if report else task.test_command,
+        timeout_s=timeout_s,
+        max_bytes=_FOREIGN_LOG_BYTES,
     )
     if done.exit_code in (126, 127):
         _refuse_unstarted(task, done)
-    return ({} if done.timed_out else parse_log(done.output)), done.output
-
-
-async def _put(sandbox: Sandbox, path: str, data: bytes) -> str:
-    """Write a file; return why the sandbox's own file system refused it, else ''."""
-    try:
-        await sandbox.put(path, data)
-    except SandboxLost:
-        raise
-    except OSError as error:
-        return f"cannot put the tests in place: {error}"
-    return ""
-
-
-def parse_log(log: str) -> dict[str, str]:
-    """Read `ID PASSED|FAILED|ERROR` lines; of several on one test the worst counts."""
-    found: dict[str, str] = {}
-    for name, result in _LINE.findall(log):
-        if found.get(name, "PASSED") == "PASSED":
-            found[name] = result
-    return found
-
-
-def _untouched(image: Path, name: str) -> bytes:
-    path = image / "testbed" / name
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise GradingError(f"test file {path}: {error.strerror}; is the image whole?") from error
+    log = done.output[-_LOG_BYTES:]
+    if done.timed_out:
+        return {}, f"{log}\nthe tests ran out of time"
+    if report is None:
+        why = doubt(task.framework, done.output, done.exit_code)
+        results = {} if why else worst(results_of(task.framework, done.output))
+        return results, f"{log}\n{why}".rstrip()
+    has_started, pairs = await report.read(sandbox)
+    if not has_started and done.oom:
+        _refuse_unstarted(task, done)
+    return worst(pairs), log if has_started else f"{log}\npytest did not start"
 
 
 def _refuse_unstarted(task: Task, done: ExecResult) -> None:

@@ -1,4 +1,4 @@
-"""Task rows as JSONL in SWE-smith's schema; columns that we do not know are let be."""
+"""The generator's own rows, as JSONL; columns that we do not know are let be."""
 
 from __future__ import annotations
 
@@ -16,21 +16,6 @@ from agentrl.tasks.task import Task
 T_ = TypeVar("T_")
 
 
-class ForeignRow(msgspec.Struct, frozen=True, kw_only=True):
-    """SWE-smith's own columns, and the two that say how its tests are run."""
-
-    instance_id: str
-    patch: str
-    FAIL_TO_PASS: list[str] | str
-    """A list, or (as in SWE-bench) a list as JSON text."""
-    PASS_TO_PASS: list[str] | str
-    image_name: str = ""
-    repo: str = ""
-    problem_statement: str = ""
-    test_command: str = "python -m pytest --verbose --color=no --tb=no --disable-warnings"
-    test_files: list[str] = []
-
-
 def write_rows(path: Path, rows: Iterable[Row]) -> None:
     """Publish `rows` as JSONL."""
     publish_bytes(path, b"".join(msgspec.json.encode(row) + b"\n" for row in rows))
@@ -39,11 +24,6 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 def read_rows(path: Path) -> list[Row]:
     """Read rows of the generator. Raises TaskError with the line that is none."""
     return _read(path, Row)
-
-
-def read_foreign(path: Path) -> list[Task]:
-    """Read rows of SWE-smith's schema as tasks."""
-    return [_foreign(row) for row in _read(path, ForeignRow)]
 
 
 def to_task(row: Row) -> Task:
@@ -63,28 +43,6 @@ def to_task(row: Row) -> Task:
         rivals=tuple(row.rivals),
         files=row.files,
     )
-
-
-def _foreign(row: ForeignRow) -> Task:
-    fail_to_pass, pass_to_pass = _ids(row.FAIL_TO_PASS), _ids(row.PASS_TO_PASS)
-    paths = dict.fromkeys(name.partition("::")[0] for name in (*fail_to_pass, *pass_to_pass))
-    return Task(
-        instance_id=row.instance_id,
-        repo=row.repo,
-        problem_statement=row.problem_statement,
-        patch=row.patch,
-        fail_to_pass=fail_to_pass,
-        pass_to_pass=pass_to_pass,
-        image_name=row.image_name or f"images/{row.instance_id}",
-        test_command=row.test_command,
-        test_files=tuple(row.test_files) or tuple(paths),
-        cluster=row.instance_id,
-    )
-
-
-def _ids(column: list[str] | str) -> tuple[str, ...]:
-    found = msgspec.json.decode(column, type=list[str]) if isinstance(column, str) else column
-    return tuple(found)
 
 
 def _read(path: Path, kind: type[T_]) -> list[T_]:

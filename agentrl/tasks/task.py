@@ -10,21 +10,51 @@ Edit = tuple[int, str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Verifier:
+    """Harbor's way to decide: a folder with `test.sh`, which writes a reward."""
+
+    folder: str
+    """On this host."""
+    timeout_s: float
+    env: Mapping[str, str]
+    workdir: str
+    """What the task calls the repository's root, as /app; here it is the testbed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """A row of SWE-smith's schema, where `patch` is the bug and its reverse the gold fix."""
+    """An issue with its repository, its tests and its fix, whatever form it was read from."""
 
     instance_id: str
     repo: str
     problem_statement: str
     patch: str
+    """The bug, as a patch whose reverse is the fix; empty where `gold` is given instead."""
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     image_name: str
     """What the sandbox starts from: for `repair` a folder below the tasks' folder."""
+    base_commit: str = ""
+    """What of its git repository the image is made from; empty: HEAD."""
+    gold: str = ""
+    """The fix as a patch; `solution` has it where it is a program."""
     test_command: str = "python check.py"
-    """Runs the tests from the repository's root and prints `ID PASSED` or `ID FAILED` lines."""
+    """Runs the tests from the repository's root."""
+    framework: str = ""
+    """Whose results those are, one of tasks.frameworks; empty: `ID PASSED` lines are."""
     test_files: tuple[str, ...] = ()
     """Paths, relative to the root, that are restored before grading."""
+    test_patch: str = ""
+    """Applied to those before grading; the agent never has it."""
+    hidden_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Path → content of tests that are put in place for grading only."""
+    solution: str = ""
+    """Folder, on this host, of a program `solve.sh` that is the fix (Harbor)."""
+    verifier: Verifier | None = None
+    """The folder of tests that decides by a reward it writes (Harbor); then no test has a name."""
+    network: str = ""
+    """What the task asks for, in its own word. A sandbox has no network all the same."""
+    difficulty: str = ""
     cluster: str = ""
     """Tasks of one cluster share a (function, site, replacement): the unit of the bootstrap."""
     files: Mapping[str, str] = field(default_factory=dict)

@@ -17,7 +17,8 @@ from agentrl.errors import GradingError, TaskError
 from agentrl.sandbox.provider import open_provider
 from agentrl.tasks.build import build
 from agentrl.tasks.command import try_command
-from agentrl.tasks.grade import grade, parse_log
+from agentrl.tasks.frameworks import parse_log
+from agentrl.tasks.grade import grade
 from agentrl.tasks.load import image_folder
 from agentrl.tasks.prepare import prepare
 from agentrl.tasks.repository import materialise

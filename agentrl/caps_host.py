@@ -1,0 +1,130 @@
+"""Reads what this node allows, for `caps`: limits of the process, its control group, the kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from agentrl.caps import UNBOUNDED, Host, ModelShape
+from agentrl.config import RunConfig
+
+GPU_TOOLS = (
+    ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),
+    ("rocm-smi", "--showmeminfo", "vram", "--json"),
+)
+
+
+def probe(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Host:
+    """Return what this machine allows now."""
+    free_mb = psutil.virtual_memory().available >> 20
+    low, high = (int(word) for word in _read("/proc/sys/net/ipv4/ip_local_port_range").split())
+    threads = min(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
+    soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    return Host(
+        open_files=_bound(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
+        processes=min(_bound(soft), cgroup_limit("pids", "pids.max", "pids.max")),
+        process_ids=threads,
+        namespaces=_number("/proc/sys/user/max_user_namespaces"),
+        ports=high - low + 1,
+        memory_mb=min(free_mb, cgroup_limit("memory", "memory.limit_in_bytes", "memory.max") >> 20),
+        scratch_mb=shutil.disk_usage(tempfile.gettempdir()).free >> 20,
+        run_disk_mb=shutil.disk_usage(_existing(Path(config.runs_dir))).free >> 20,
+        fuse_mounts=_fuse_mounts(Path("/etc/fuse.conf")),
+        loop_devices=_number("/sys/module/loop/parameters/max_loop") or UNBOUNDED,
+        gpu_memory_mb=gpu_memory_mb(),
+        e2b_connections=int(environ.get("E2B_MAX_CONNECTIONS", "200")),
+        is_root=os.geteuid() == 0,
+    )
+
+
+def model_shape(folder: Path) -> ModelShape | None:
+    """Return the shape of a model's folder; None while it is not made."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return ModelShape.of(json.loads(path.read_bytes()), weights_mb=weights >> 20)
+
+
+def cgroup_limit(controller: str, v1: str, v2: str, *, root: Path = Path("/")) -> int:
+    """Return the lowest limit of this process's control group and of those above it."""
+    found = [UNBOUNDED]
+    for folder, top, name in _groups(controller, v1, v2, root):
+        for group in (folder, *folder.parents):
+            if (group / name).is_file():
+                text = (group / name).read_text().strip()
+                found.append(UNBOUNDED if text == "max" else int(text))
+            if group == top:
+                break
+    return min(found)
+
+
+def gpu_memory_mb() -> int:
+    """Return the memory of the smallest GPU here, MiB; 0 without a tool that sees one."""
+    for tool, *words in GPU_TOOLS:
+        if shutil.which(tool) is None:
+            continue
+        done = subprocess.run(
+            [tool, *words], capture_output=True, text=True, timeout=30, check=False
+        )
+        if done.returncode == 0 and (sizes := parse_gpu_memory(done.stdout)):
+            return min(sizes)
+    return 0
+
+
+def parse_gpu_memory(text: str) -> list[int]:
+    """Read MiB a line (nvidia-smi), or JSON with `VRAM Total Memory (B)` (rocm-smi)."""
+    totals = re.findall(r'VRAM Total Memory \(B\)": *"(\d+)"', text)
+    if totals:
+        return [int(total) >> 20 for total in totals]
+    return [int(line) for line in text.split() if line.isdigit()]
+
+
+def _groups(controller: str, v1: str, v2: str, root: Path) -> Iterator[tuple[Path, Path, str]]:
+    """Yield (this process's group, the hierarchy's top, name of the limit's file)."""
+    path = root / "proc/self/cgroup"
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            top, name = root / "sys/fs/cgroup", v2
+        elif controller in controllers.split(","):
+            top, name = root / "sys/fs/cgroup" / controller, v1
+        else:
+            continue
+        yield top / group.lstrip("/"), top, name
+
+
+def _fuse_mounts(path: Path) -> int:
+    """Return mount_max, whose default is 1000. Source: fuse.conf(5)."""
+    found = re.findall(r"^\s*mount_max\s*=\s*(\d+)", _read(str(path)), re.MULTILINE)
+    return int(found[-1]) if found else 1000
+
+
+def _existing(path: Path) -> Path:
+    """Return `path`, or the first folder above it that is there."""
+    path = path.absolute()
+    return next(one for one in (path, *path.parents) if one.is_dir())
+
+
+def _bound(value: int) -> int:
+    return UNBOUNDED if value == resource.RLIM_INFINITY else value
+
+
+def _number(path: str) -> int:
+    return int(_read(path) or UNBOUNDED)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,104 @@
+"""`agentrl plan CONFIG [key=value …]`: every cap on trajectories at once, the smallest first.
+
+Each is of one inference node, with its source and what raises it. With cluster=local this machine
+is that node and is probed; for a Slurm cluster the config's own caps are told, as a login node's
+limits are not those of its compute nodes: run it there (`srun … agentrl plan CONFIG --here`).
+Exit code 1 when something would fail before the wanted number is reached. --prove holds the real
+number of files, processes, connections and sandboxes on this machine for a moment.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl import config as schema
+from agentrl.caps import UNBOUNDED, Cap, find_caps, shortages, wanted
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from launch.command import add_config, guard, parse, parser, say
+from slurm.exit_record import DONE, FAILED
+
+SHOWN_AT_START = 4
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table of all caps."""
+    arguments = parser("plan", __doc__)
+    arguments.add_argument("--here", action="store_true", help="this machine is an inference node")
+    arguments.add_argument("--prove", action="store_true", help="hold the real number here")
+    add_config(arguments)
+    given = parse(arguments, argv)
+    config = schema.load(given.config, given.overrides)
+    caps = caps_of(config, is_here=given.here or not config.cluster.is_slurm)
+    say("\n".join([*lines(caps, wanted(config)), verdict(caps, wanted(config))]))
+    is_proved = prove(config) if given.prove else True
+    return DONE if is_proved and not shortages(caps, wanted(config)) else FAILED
+
+
+def caps_of(config: RunConfig, *, is_here: bool) -> list[Cap]:
+    """Return the caps of a run; is_here: this machine is one of its inference nodes."""
+    from agentrl.caps_host import model_shape, probe
+
+    host = probe(config) if is_here else None
+    return find_caps(config, host=host, model=model_shape(Path(config.model.path)))
+
+
+def prove(config: RunConfig) -> bool:
+    """Hold the real numbers on this machine, tell of each, and return whether all were reached."""
+    from agentrl.caps_proof import prove as held
+
+    found = held(config)
+    for one in found:
+        end = f": {one.error}" if one.error else ""
+        say(f"held {one.held:,} of {one.wanted:,} {one.what} at once, {one.seconds:.1f} s{end}")
+    return all(one.is_enough for one in found)
+
+
+def check_caps(config: RunConfig) -> None:
+    """Tell the smallest caps before a run starts. Raises ConfigError where one would be passed."""
+    caps, number = caps_of(config, is_here=not config.cluster.is_slurm), wanted(config)
+    if short := shortages(caps, number):
+        raise ConfigError(
+            f"{number} trajectories at once, but {short[0].name} allow {short[0].at_once} "
+            f"({short[0].source}): {short[0].fix}, or lower rollout.concurrency; "
+            "`agentrl plan` tells all caps"
+        )
+    say("\n".join([verdict(caps, number), *lines(caps[:SHOWN_AT_START], number)]))
+
+
+def verdict(caps: Sequence[Cap], number: int) -> str:
+    """Return in one line what bounds the run, for a person."""
+    low = [cap for cap in caps if cap.at_once < number and cap.past != "may fail"]
+    if not low:
+        return f"{number} trajectories at once on a node; no cap is below that"
+    end = "past that it fails" if low[0].past == "fails" else "the rest waits"
+    return (
+        f"{number} trajectories at once on a node are wanted; the smallest cap is {low[0].name}, "
+        f"at {low[0].at_once}, {end}: {low[0].fix}"
+    )
+
+
+def lines(caps: Sequence[Cap], number: int) -> list[str]:
+    """Lay the caps out, one a line; those below `number`, and the next one, with their fix."""
+    width = max(len(cap.name) for cap in caps)
+    made = [f"{'at once':>9}  {'cap':<{width}}  past it"]
+    told = 0
+    for cap in caps:
+        share = f"{cap.per:,.3g} of {_count(cap.allowed)} {cap.unit} each"
+        made.append(
+            f"{_count(cap.at_once):>9}  {cap.name:<{width}}  {cap.past:<8}  {share}: {cap.source}"
+        )
+        if cap.at_once < number or told == 0:
+            made.append(f"{'':>9}  {'':<{width}}  {'':<8}  fix: {cap.fix}")
+        told += cap.at_once >= number
+    return made
+
+
+def _count(number: float) -> str:
+    return "no limit" if number >= UNBOUNDED / 1024 else f"{int(number):,}"
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

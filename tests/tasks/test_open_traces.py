@@ -1,0 +1,104 @@
+"""Published trajectories in the agent's own turns, and those that cannot be told so."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl.tasks.open_traces import TraceRow, Unconvertible, command_of, convert
+
+
+def call(name: str, *, id: str = "", **arguments: Any) -> dict[str, Any]:
+    return {"id": id, "function": {"name": name, "arguments": json.dumps(arguments)}}
+
+
+def says(text: str, *calls: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "tool_calls": list(calls)}
+
+
+def tool(text: str, **keys: Any) -> dict[str, Any]:
+    return {"role": "tool", "content": text, **keys}
+
+
+START = [
+    {"role": "system", "content": "You are OpenHands."},
+    {"role": "user", "content": "<issue_description>\nMend it.\n</issue_description>\nNow."},
+]
+END = [says("Done.", call("finish", message="ok"))]
+
+
+def row(*messages: dict[str, Any]) -> TraceRow:
+    return TraceRow(messages=[*START, *messages, *END], instance_id="a__b-1")
+
+
+def test_a_trace_is_told_in_bash_and_its_thoughts_go_before_the_next_reply() -> None:
+    ended = (
+        "one\n[The command completed with exit code 2.]\n[Current working directory: /testbed]\n"
+    )
+    found = convert(
+        row(
+            says("I think.", call("think", thought="Deeply.")),
+            tool("Your thought has been logged."),
+            says("", call("execute_bash", command="ls"), call("execute_bash", command="pwd")),
+            tool(ended),
+            tool("/testbed\n[The command completed with exit code 0.]"),
+        )
+    )
+    assert found.issue == "Mend it."
+    first, last = found.turns
+    assert first.text == "I think.\n\nDeeply."
+    assert first.commands == ("ls", "pwd")
+    assert first.outputs == (("one", 2), ("/testbed", 0))
+    assert "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT" in last.commands[0]
+    assert last.outputs == ()
+
+
+def test_answers_with_ids_are_paired_by_them_in_any_order() -> None:
+    calls = (call("bash", id="1", command="a"), call("bash", id="2", command="b"))
+    answers = (tool("of b", tool_call_id="2"), tool("of a", tool_call_id="1"))
+    assert convert(row(says("", *calls), *answers)).turns[0].outputs == (("of a", 0), ("of b", 0))
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ((says("", call("execute_bash", command="C-c", is_input="true")), tool("")), "input to a"),
+        ((says("", call("browser", url="x")), tool("")), "tool browser"),
+        ((says("", call("str_replace_editor", command="undo_edit")), tool("")), "undo_edit"),
+        ((says("", call("execute_bash", command="ls")),), "a call without an answer"),
+        ((says(""), tool("stray")), "an answer without a call"),
+        ((says("", {"function": {"name": "bash", "arguments": "{"}}), tool("")), "no JSON"),
+    ],
+)
+def test_what_cannot_be_told_has_a_reason(
+    messages: tuple[dict[str, Any], ...], reason: str
+) -> None:
+    with pytest.raises(Unconvertible, match=reason):
+        convert(row(*messages))
+
+
+def test_a_trace_that_was_not_handed_in_teaches_nothing() -> None:
+    with pytest.raises(Unconvertible, match="not handed in"):
+        convert(TraceRow(messages=[*START, says("", call("bash", command="ls")), tool("x")]))
+
+
+def test_the_editors_commands_do_in_bash_what_the_editor_did(tmp_path: Path) -> None:
+    path = str(tmp_path / "it's a file.txt")
+
+    def edit(**arguments: Any) -> str:
+        command = command_of("str_replace_editor", {"path": path, **arguments})
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    edit(command="create", file_text="one\n$two `x`\nthree")
+    assert Path(path).read_text() == "one\n$two `x`\nthree\n"
+    edit(command="str_replace", old_str="$two `x`", new_str="'2'\n\"two\"")
+    edit(command="insert", insert_line=1, new_str="between")
+    assert Path(path).read_text() == "one\nbetween\n'2'\n\"two\"\nthree\n"
+    assert "0 places hold" in edit(command="str_replace", old_str="four", new_str="")
+    assert edit(command="view", view_range=[2, 3]).split() == ["2", "between", "3", "'2'"]
+    assert "one" in edit(command="view")
