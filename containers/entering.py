@@ -12,12 +12,10 @@ import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Literal
 
 from agentrl.errors import ImageError
 
-Gpu = Literal["none", "rocm", "cuda"]
-GPU_FLAGS: dict[Gpu, tuple[str, ...]] = {"none": (), "rocm": ("--rocm",), "cuda": ("--nv",)}
+GPU_FLAGS: dict[str, tuple[str, ...]] = {"none": (), "rocm": ("--rocm",), "cuda": ("--nv",)}
 """--rocm brings /dev/kfd, /dev/dri and the driver's libraries, --nv NVIDIA's."""
 CROSSING = {
     "SLURM_.*": "which job, step, node and rank this is",
@@ -51,7 +49,8 @@ class Container:
     """What a role's exec line depends on."""
 
     image: str
-    gpu: Gpu = "none"
+    gpu: str = "none"
+    """A key of GPU_FLAGS: the image's own label."""
     folder: str
     """Working directory: the run's own folder."""
     binds: tuple[str, ...]
@@ -65,6 +64,7 @@ class Container:
     """More flags of `exec`, the site's own."""
 
     def __post_init__(self) -> None:
+        gpu_flags(self.gpu)
         for path in (self.image, self.folder, *self.binds):
             if not path.startswith("/"):
                 raise ImageError(f"image, folder or bind {path!r}: must be an absolute path")
@@ -108,12 +108,19 @@ def enter_script(container: Container, mark: str) -> str:
 def exec_line(container: Container) -> list[str]:
     """Return the words up to the command; HOME is the node-local home, still to be expanded."""
     return [
-        *(container.runtime, "exec", "--cleanenv", *GPU_FLAGS[container.gpu], *container.flags),
+        *(container.runtime, "exec", "--cleanenv", *gpu_flags(container.gpu), *container.flags),
         *("--no-mount=home,cwd", HOME, f"--pwd={container.folder}"),
         *(f"--env={name}={value}" for name, value in INSIDE.items()),
         *(f"--bind={bind}" for bind in distinct(container.binds)),
         *(container.image, "bash", "-c", HELD),
     ]
+
+
+def gpu_flags(kind: str) -> tuple[str, ...]:
+    """Return what makes GPUs visible in an image of that kind. Raises ImageError."""
+    if kind not in GPU_FLAGS:
+        raise ImageError(f"label agentrl.gpu {kind!r}: must be one of {', '.join(GPU_FLAGS)}")
+    return GPU_FLAGS[kind]
 
 
 def crossing_patterns(container: Container) -> list[str]:
