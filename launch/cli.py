@@ -27,6 +27,7 @@ COMMANDS = {
     "cluster": "boot and end a real small Slurm on this machine, to try and to test with",
     "convert": "turn a model folder from Hugging Face's layout into Megatron's, or back",
     "audit": "prove from a run's files that every draw is accounted for",
+    "export": "write trajectories as files: mini-swe-agent's form, or ATIF",
     "report": "write the page with a run's plots",
     "sweep": "remove the sandboxes that no living process owns",
 }

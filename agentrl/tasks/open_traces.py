@@ -14,6 +14,7 @@ import shlex
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -102,7 +103,7 @@ def _turns(messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
     turns: list[Turn] = []
     said = ""
     replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-    for place, after in zip(replies, [*replies[1:], len(messages)], strict=True):
+    for place, after in pairwise([*replies, len(messages)]):
         calls = messages[place].get("tool_calls") or []
         answers = _answers(calls, [m for m in messages[place + 1 : after] if m["role"] == "tool"])
         said = "\n\n".join(filter(None, (said, _text(messages[place]).strip())))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -43,7 +43,7 @@ _LIST = (
 TMP = '"${TMPDIR:-/tmp}"'
 """What a command calls the sandbox's /tmp, whatever kind of sandbox it is."""
 _LIST_BYTES = 1 << 20
-_BATCH_BYTES = 60_000
+_BATCH_BYTES = 30_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,8 +160,8 @@ def _any_of(names: Iterable[str]) -> str:
 def _removals(paths: Iterable[str]) -> Iterator[str]:
     """Yield commands that remove `paths`, each short enough for one argument."""
     batch: list[str] = []
-    for word in map(shlex.quote, paths):
-        batch.append(word)
+    for path in paths:
+        batch.append(path)
         if sum(map(len, batch)) > _BATCH_BYTES:
             yield _removal(batch)
             batch = []
@@ -169,8 +169,11 @@ def _removals(paths: Iterable[str]) -> Iterator[str]:
         yield _removal(batch)
 
 
-def _removal(words: Collection[str]) -> str:
-    return f"chmod u+rwx . && rm -rf -- {' '.join(words)}"
+def _removal(paths: Sequence[str]) -> str:
+    """Remove, also out of folders that were closed to writing."""
+    folders = dict.fromkeys(path.rpartition("/")[0] or "." for path in paths)
+    opened = f"chmod u+rwx -- {shlex.join(folders)} 2>/dev/null"
+    return f"{opened}; rm -rf -- {shlex.join(paths)}"
 
 
 def _is_below(path: str, paths: Iterable[str]) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from agentrl.errors import TaskError
+from agentrl.tasks.frameworks import PARSERS
+
 Edit = tuple[int, str, str]
 """Line of the file, sed pattern, new text."""
 
@@ -63,6 +66,13 @@ class Task:
     """The right edit, where one line is all: what the scripted expert knows."""
     rivals: tuple[Edit, ...] = ()
     """Wrong edits of the same family, for the expert's failing tries."""
+
+    def __post_init__(self) -> None:
+        if self.framework not in PARSERS:
+            raise TaskError(
+                f"task {self.instance_id}: framework={self.framework!r}: must be one of "
+                f"{', '.join(filter(None, PARSERS))}, or empty for `ID PASSED` lines"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "agent"))
+import agent_toys
+
+from agentrl.agent.tokens import ChatTokens
+from agentrl.agent.toolcall import parse
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.handoff.spool import list_spool, read_group
+from agentrl.tasks.atif import sampled
 from agentrl.tasks.open_traces import TraceRow, Unconvertible, command_of, convert
+from launch import import_traces
 
 
 def call(name: str, *, id: str = "", **arguments: Any) -> dict[str, Any]:
@@ -24,6 +35,7 @@ def tool(text: str, **keys: Any) -> dict[str, Any]:
     return {"role": "tool", "content": text, **keys}
 
 
+ROOT = Path(__file__).parents[2]
 START = [
     {"role": "system", "content": "You are OpenHands."},
     {"role": "user", "content": "<issue_description>\nMend it.\n</issue_description>\nNow."},
@@ -102,3 +114,39 @@ def test_the_editors_commands_do_in_bash_what_the_editor_did(tmp_path: Path) -> 
     assert "0 places hold" in edit(command="str_replace", old_str="four", new_str="")
     assert edit(command="view", view_range=[2, 3]).split() == ["2", "between", "3", "'2'"]
     assert "one" in edit(command="view")
+
+
+@pytest.mark.parametrize("mode", ["tool", "text"])
+def test_imported_traces_teach_replies_that_the_agent_itself_would_parse(
+    mode: str, tmp_path: Path
+) -> None:
+    config = RunConfig()
+    config.agent.mode, config.agent.tokens_per_trajectory = mode, 4096
+    config.agent.prompts = str(ROOT / f"configs/agents/swebench{'_text' * (mode == 'text')}.yaml")
+    config.model.path = str(agent_toys.make_tokenizer(tmp_path / "toy", agent_toys.template()))
+    good = [*START, says("Look.", call("bash", command="ls")), tool("core.py"), *END]
+    rows = [{"messages": good}, {"messages": good, "resolved": 0}, {"messages": START}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in rows))
+    count, left_out = import_traces.import_file(config, path, tmp_path / "traces")
+    assert (count, left_out) == (1, {"not resolved": 1, "not handed in": 1})
+    (trace,) = read_group(list_spool(tmp_path / "traces")[0]).trajectories
+    tokens = ChatTokens.load(Path(config.model.path), mode=mode)
+    texts = [tokens.decode(ids[:-1]) for ids, _ in sampled(trace)]
+    action = import_traces.Maker.of(config).prompts.action
+    found = [parse(text, mode=mode, action=action, is_thinking=False) for text in texts]
+    assert [one.actions[0].command.split()[0] for one in found] == ["ls", "git"]
+    assert found[0].content.startswith("Look.")
+    assert "core.py" in tokens.decode(trace.tokens.tolist())
+
+
+def test_traces_are_not_laid_over_others(tmp_path: Path) -> None:
+    (tmp_path / "runs/x/sft/traces/0000").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "x.yaml").write_text(
+        f"name: x\nruns_dir: {tmp_path}/runs\nmodel: {{path: {tmp_path}/model}}\n"
+    )
+    with pytest.raises(ConfigError, match="has traces already"):
+        import_traces.main([str(tmp_path / "x.yaml"), str(tmp_path / "rows.jsonl")])

@@ -101,6 +101,7 @@ def test_parquet_and_the_rows_of_nemo_gym_give_the_same_tasks(tmp_path: Path) ->
     [
         ("swesmith", {"patch": None}, r"train\.jsonl:1: not a row of SWE-smith.*patch"),
         ("swebench", {"FAIL_TO_PASS": "not a list"}, r"lab__adder-1: its tests are 'not a list'"),
+        ("swesmith", {"framework": "pytst"}, r"framework='pytst': must be one of pytest, "),
         ("swebench", {"test_patch": " "}, r"lab__adder-1: its test_patch is empty"),
         ("r2egym", {"expected_output_json": "{"}, r"its JSON columns are not R2E-Gym's"),
     ],
