@@ -77,11 +77,18 @@ class TasksConfig:
 @dataclass
 class SandboxConfig:
     kind: str = "bubblewrap"
-    """`bubblewrap`; or `process`, which isolates NOTHING and must be asked for by name."""
+    """`bubblewrap`, `apptainer`, `docker`, `e2b`; or `process`, which isolates NOTHING."""
+    environment: str = ""
+    """What a task that names none starts from: a SIF, an unpacked root folder or `docker://…`
+    (`apptainer`), an image's reference (`docker`), a template (`e2b`)."""
+    scratch: str = ""
+    """Node-local folder for what a sandbox without memory of its own writes; else $TMPDIR."""
     shell: str = "bash"
     """Runs the commands: `bash`, or `sh`, which on Debian starts in a third of the time."""
     memory_mb: int = 512
     """Address space of one process in a sandbox, MiB."""
+    total_memory_mb: int = 2048
+    """Memory of all processes of one sandbox together, MiB; watched, so it is passed for a moment."""
     cpu_s: int = 60
     """CPU time of one process in a sandbox, seconds."""
     processes: int = 64
@@ -94,6 +101,18 @@ class SandboxConfig:
     """Longest that creating and booting one sandbox may take, seconds."""
     max_starts: int = 4
     """Sandboxes that start at the same time."""
+    starts_per_s: float = 0.0
+    """Starts that begin in a second, once they have a slot; 0 is no bound."""
+    start_jitter_s: float = 0.0
+    """Longest random wait before a start, seconds: starts that were ready together spread out."""
+    images: str = ""
+    """Folder, shared by the nodes, of the SIFs that are made from `docker://` environments."""
+    pull_timeout_s: float = 1800.0
+    """Longest that bringing one image here may take, seconds; not part of a start's time."""
+    lease_s: float = 300.0
+    """A sandbox of `e2b` lives this long beyond its owner's last sign, seconds."""
+    e2b_domain: str = ""
+    """Domain of a self-hosted E2B; empty: the SDK's own, or E2B_DOMAIN. Keys: E2B_API_KEY."""
 
 
 @dataclass

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 CHOICES = {
     "model.init": ("none", "qwen3"),
     "tasks.source": ("repair", "swesmith", "swebench", "r2egym", "harbor"),
-    "sandbox.kind": ("bubblewrap", "process"),
+    "sandbox.kind": ("bubblewrap", "apptainer", "docker", "e2b", "process"),
     "sandbox.shell": ("bash", "sh"),
     "agent.mode": ("tool", "text"),
     "engine.kind": ("embedded", "sglang"),

@@ -24,6 +24,7 @@ from agentrl.handoff.trajectory import Trajectory
 from agentrl.rollout.infra import InfraWindow
 from agentrl.rollout.outcome import RULES, Outcome
 from agentrl.rollout.patch import take_patch
+from agentrl.sandbox.admission import Admission
 from agentrl.sandbox.base import Sandbox, SandboxProvider
 from agentrl.tasks.grade import grade
 from agentrl.tasks.task import Task, Verdict
@@ -79,11 +80,11 @@ class Workshop:
     takes_patches: bool = True
     """Whether a trajectory records the agent's changes as a patch."""
     images: dict[str, asyncio.Future[Path]] = field(default_factory=dict)
-    starts: asyncio.Semaphore = field(init=False)
-    """Admits sandbox.max_starts, as the provider does; waiting here is the `queued` phase."""
+    starts: Admission = field(init=False)
+    """Admits to the provider, which need not do so again; waiting here is the `queued` phase."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "starts", asyncio.Semaphore(self.config.sandbox.max_starts))
+        object.__setattr__(self, "starts", Admission.of(self.config.sandbox))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +195,7 @@ async def _set_up(shop: Workshop, task: Task, trajectory: str, progress: Progres
 
 async def _start(shop: Workshop, image: Path, trajectory: str, progress: Progress) -> Sandbox:
     asked = now()
-    async with shop.starts:
+    async with shop.starts.turn():
         begin = now()
         progress.seconds["queued"] = begin - asked
         try:

@@ -37,7 +37,11 @@ async def open_workshop(
     tokens = ChatTokens.load(tokenizer or Path(config.model.path), mode=config.agent.mode)
     prompts = Prompts.load(Path(config.agent.prompts))
     provider = open_provider(
-        config.sandbox, run=config.name, leases=leases, concurrency=config.rollout.concurrency
+        config.sandbox,
+        run=config.name,
+        leases=leases,
+        concurrency=config.rollout.concurrency,
+        is_admitted=True,  # by the workshop's own admission, which times the queue
     )
     try:
         async with EngineClient(urls, config.engine, events, weights=weights) as engine:

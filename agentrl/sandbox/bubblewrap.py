@@ -1,8 +1,8 @@
 """Namespaces by bubblewrap 0.8 or newer: no network, read-only system, an overlay at the testbed.
 
 Not a boundary against kernel exploits. Bounded: each process's memory, CPU time and file size, the
-number of processes, all bytes written. Not bounded: the share of the CPUs, and memory summed over
-processes (at most memory_mb × processes + disk_mb): where concurrency × that is more than the
+number of processes, all bytes written; memory summed over processes is looked at every 0.1 s. Not
+bounded: the share of the CPUs. Where concurrency × (total_memory_mb + disk_mb) is more than the
 host has, a policy may bring the host's out-of-memory killer on its own sandbox, which then counts
 as lost (reward None) and not as failed. Commands cannot end, trace, limit or slow the sandbox's
 first process on x86-64 and ARM64; elsewhere `prlimit --pid 1` remains to them.
@@ -21,8 +21,10 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
 from agentrl.sandbox.base import TESTBED
+from agentrl.sandbox.child import Child, Spawn, compile_executor
 from agentrl.sandbox.confine import kernel
-from agentrl.sandbox.resident import LOADER, Spawn, compile_executor
+from agentrl.sandbox.limits import bounds
+from agentrl.sandbox.resident import LOADER, ResidentSandbox
 
 ENVIRONMENT = {
     "PATH": "/opt/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
@@ -50,6 +52,7 @@ class Bubblewrap:
     """Says what to run for one sandbox; made once, after checking that this host can."""
 
     name = "bubblewrap"
+    kind = ""
 
     def __init__(self, config: SandboxConfig, *, python: str = "/usr/bin/python3") -> None:
         self.config = config
@@ -69,27 +72,29 @@ class Bubblewrap:
         del claim
         return ""
 
+    async def create(self, image: Path, claim: lease.Lease) -> ResidentSandbox:
+        """Start one; nothing in it is waited for."""
+        spawn = self.spawn(image, claim)
+        return ResidentSandbox(Child(spawn), code=self.code, places=spawn.places)
+
     def spawn(self, image: Path, claim: lease.Lease) -> Spawn:
         """Return the command that starts one over `image`, whose `testbed` is the repository."""
         testbed = image / "testbed"
         if not testbed.is_dir():
             raise SandboxStartError(f"image {image} has no folder `testbed`; prepare it first")
-        config, is_root = self.config, os.geteuid() == 0
+        is_root = os.geteuid() == 0
         # an overlay lets only the files' owner write, and the namespace maps one uid only
         is_foreign = testbed.stat().st_uid != os.geteuid()
         numbers = (
             int(not is_root and kernel() >= UNTIL_RLIMITS_PER_NAMESPACE),
             int(is_foreign),
-            config.memory_mb,
-            config.cpu_s,
-            config.processes,
-            config.file_mb,
+            *bounds(self.config),
         )
         return Spawn(
             argv=[
                 *(self.bwrap, *self.system, *self._writable(testbed.resolve())),
                 *("--", self.python, "-I", "-S", "-c", LOADER),
-                *("init", config.shell, *map(str, numbers)),
+                *("init", self.config.shell, *map(str, numbers)),
             ],
             env={"PATH": "/usr/bin:/bin", lease.MARK: claim.id},
         )

@@ -103,17 +103,21 @@ def build_root(copy: bool, processes: int) -> bytes:
     write("/proc/sys/user/max_user_namespaces", "0")
     if kernel() >= (6, 14):  # before, this was the whole host's; ids below 300 are given once only
         write("/proc/sys/kernel/pid_max", str(max(301 + processes, 400)))
-    # a root host's sandbox holds the host's root uid without its capabilities: everything that
-    # this uid may change by ownership alone has to be read-only
+    shield_host()
+    make_read_only("/")
+    return how
+
+
+def shield_host() -> None:
+    """Make read-only what the host's own root may change by ownership, without any capability."""
     for name in ("1", "sys", "sysrq-trigger", "irq", "bus", "fs", "acpi", "scsi"):
         if os.path.exists(path := f"/proc/{name}"):
             bind(path, path)
             make_read_only(path)
     for name in ("null", "zero", "full", "random", "urandom", "tty"):
-        make_read_only(f"/dev/{name}")
+        if os.path.exists(path := f"/dev/{name}"):
+            make_read_only(path)
     make_read_only("/dev")
-    make_read_only("/")
-    return how
 
 
 def kernel() -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """The program that is pid 1 of a sandbox: it confines itself, then runs commands one at a time.
 
-It is sent, with `frames` and `confine`, to the sandbox's own Python (`-I -S`), and imports little
-else: each import is paid at every start. Requests come as frames on stdin, replies leave as frames
-on stdout; the end of stdin is the end of the sandbox.
+It is sent, with those modules of ours that it needs, to the sandbox's own Python (`-I -S`), and
+imports little else: each import is paid at every start. Requests come as frames on stdin, replies
+leave as frames on stdout; the end of stdin is the end of the sandbox.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import resource
 import select
 import time
 
+from agentrl.sandbox.bounded import Bounded
 from agentrl.sandbox.confine import (
     adopt_orphans,
     build_root,
@@ -28,49 +29,30 @@ DRAIN_BYTES = 1 << 20
 MAX_LEFTOVERS = 64
 """Pipes of background children that are kept open; the oldest goes first."""
 SIGKILL = 9
-
-
-class Bounded:
-    """The first and last bytes of a stream whose middle is counted, not kept."""
-
-    def __init__(self, limit: int) -> None:
-        self.head_limit = limit // 2
-        self.tail_limit = limit - self.head_limit
-        self.head = bytearray()
-        self.tail = bytearray()
-        self.elided = 0
-
-    def add(self, data: bytes) -> None:
-        room = self.head_limit - len(self.head)
-        self.head += data[:room] if room > 0 else b""
-        self.tail += data[max(room, 0) :]
-        if len(self.tail) > 2 * self.tail_limit + 65536:
-            self.trim()
-
-    def trim(self) -> None:
-        over = len(self.tail) - self.tail_limit
-        if over > 0:
-            self.elided += over
-            del self.tail[:over]
-
-    def value(self) -> bytes:
-        self.trim()
-        if not self.elided:
-            return bytes(self.head + self.tail)
-        return b"%b\n[... %d bytes elided ...]\n%b" % (
-            bytes(self.head),
-            self.elided,
-            bytes(self.tail),
-        )
+PAGE_MB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 class Executor:
     """Runs one command at a time and knows every process that it may end."""
 
-    def __init__(self, *, is_init: bool, shell: str, processes: int, cpu_s: int) -> None:
+    def __init__(
+        self,
+        *,
+        is_init: bool,
+        shell: str,
+        processes: int,
+        cpu_s: int,
+        total_mb: int,
+        mark: bytes = b"",
+    ) -> None:
+        """mark: `NAME=value` in the environment of all that belongs to this sandbox, for an
+        executor that is not the ancestor of what earlier commands left.
+        """
         self.is_init = is_init
+        self.mark = mark
         self.processes = processes
         self.cpu_s = cpu_s
+        self.total_mb = total_mb
         is_bash = shell == "bash" and os.path.exists("/bin/bash")
         self.shell = "/bin/bash" if is_bash else "/bin/sh"
         self.leftovers: list[int] = []
@@ -82,6 +64,8 @@ class Executor:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
         if self.is_init:
             return [pid for pid in pids if pid != me]
+        if self.mark:
+            return [pid for pid in pids if pid != me and self.mark in environment(pid)]
         parents = {pid: parent_of(pid) for pid in pids}
         found, grew = {me}, True
         while grew:
@@ -104,9 +88,10 @@ class Executor:
             try:
                 while os.waitpid(-1, 0 if self.is_init else os.WNOHANG)[0]:
                     pass
-                time.sleep(0.001)
             except ChildProcessError:
-                break
+                if not (self.mark and self.others()):
+                    break
+            time.sleep(0.001)
         self.close_leftovers()
 
     def close_leftovers(self) -> None:
@@ -114,8 +99,8 @@ class Executor:
             os.close(fd)
         self.leftovers = []
 
-    def tend(self) -> bool:
-        """Reap orphans, empty left pipes, bound the process count; return whether it was passed."""
+    def tend(self) -> str:
+        """Empty left pipes; past a bound that no rlimit sets end everything and say which."""
         for fd in list(self.leftovers):
             try:
                 if not os.read(fd, 65536):
@@ -123,10 +108,17 @@ class Executor:
                     os.close(fd)
             except BlockingIOError:
                 pass
-        if len(self.others()) <= self.processes:
-            return False
-        self.kill_all()
-        return True
+        passed = self.passed_bound(self.others())
+        if passed:
+            self.kill_all()
+        return passed
+
+    def passed_bound(self, pids: list[int]) -> str:
+        if len(pids) > self.processes:
+            return f"more than {self.processes} processes"
+        if self.total_mb and sum(map(resident_mb, pids)) > self.total_mb:
+            return f"more than {self.total_mb} MiB of memory together"
+        return ""
 
     def reap(self) -> dict[int, int]:
         """Collect what has ended: pid → exit code. Never blocks."""
@@ -182,16 +174,16 @@ class Executor:
         seconds = time.monotonic() - began
         self.drain(reader, kept)
         output = kept.value()
-        if why == "too many":
-            output += b"\n[killed: more than %d processes]\n" % self.processes
-        oom = (
-            why == "lived" and code != 0 and (code == 137 or any(w in output for w in MEMORY_WORDS))
-        )
+        oom = why.endswith("together")
+        if why == "lived" and code != 0:
+            oom = code == 137 or any(words in output for words in MEMORY_WORDS)
+        elif why not in ("lived", "timeout"):
+            output += b"\n[killed: %b]\n" % why.encode()
         flags = [b"1" if flag else b"0" for flag in (why == "timeout", kept.elided, oom)]
         return [b"exec", output, str(code).encode(), *flags, repr(seconds).encode()]
 
     def watch(self, pid: int, reader: int, kept: Bounded, deadline: float) -> tuple[int, str]:
-        """Read output until the shell ends; return its exit code and `lived`, or what ended it."""
+        """Read output until the shell ends: its exit code, and `lived`, `timeout` or a bound."""
         poll = select.poll()
         pidfd = os.pidfd_open(pid)
         try:
@@ -206,8 +198,8 @@ class Executor:
                 if now >= tick:
                     if pid in (ended := self.reap()):
                         return exit_code(ended[pid]), "lived"
-                    if self.tend():
-                        return 137, "too many"
+                    if passed := self.tend():
+                        return 137, passed
                     tick = now + tick_s
                 ready = dict(poll.poll(max(1, int((min(deadline, tick) - now) * 1000))))
                 if 0 in ready:
@@ -267,10 +259,15 @@ class Executor:
         verb = fields[0]
         try:
             if verb == b"exec":
-                pairs = dict(zip(fields[4::2], fields[5::2], strict=True))
+                pairs = {fields[at]: fields[at + 1] for at in range(4, len(fields), 2)}
                 return self.run(fields[1], float(fields[2]), int(fields[3]), pairs)
             if verb == b"put":
                 return self.put(os.fsdecode(fields[1]), fields[2])
+            if verb == b"take":
+                with open(source := os.fsdecode(fields[2]), "rb") as file:
+                    data = file.read()
+                os.unlink(source)
+                return self.put(os.fsdecode(fields[1]), data)
             if verb == b"get":
                 return self.get(os.fsdecode(fields[1]), int(fields[2]))
             if verb == b"stop":
@@ -316,6 +313,23 @@ def parent_of(pid: int) -> int:
         return -1
 
 
+def resident_mb(pid: int) -> float:
+    """Return a process's resident memory, MiB; pages that it shares count for each."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            return int(file.read().split()[1]) * PAGE_MB
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+
+
+def environment(pid: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+
+
 def exit_code(code: int) -> int:
     """As a shell says it: death by signal N is 128 + N."""
     return code if code >= 0 else 128 - code
@@ -338,29 +352,36 @@ def send(fields: list[bytes]) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """argv: kind (`init`, `host`), shell (`bash`, `sh`), whether RLIMIT_NPROC bounds, whether to
-    copy the testbed, memory_mb, cpu_s, processes, file_mb; for `host` also the testbed's folder.
+    """argv: kind (`init`, `container`, `host`), shell (`bash`, `sh`), whether RLIMIT_NPROC bounds,
+    whether to copy the testbed, memory_mb, cpu_s, processes, file_mb, total_memory_mb; for `host`
+    also the testbed's folder.
     """
     import _signal  # type: ignore[import-not-found]  # `signal` would import enum
 
     kind, shell = argv[:2]
-    by_rlimit, copy, memory_mb, cpu_s, processes, file_mb = map(int, argv[2:8])
+    by_rlimit, copy, memory_mb, cpu_s, processes, file_mb, total_mb = map(int, argv[2:9])
     # pid 1 is immune to signals that have no handler, and Python has set one for SIGINT
     for number in (_signal.SIGINT, _signal.SIGTERM):
-        _signal.signal(number, _signal.SIG_DFL if kind == "init" else _signal.SIG_IGN)
+        _signal.signal(number, _signal.SIG_IGN if kind == "host" else _signal.SIG_DFL)
     how = b"copy"
     if kind == "init":
         how = build_root(bool(copy), processes)
         drop_privileges()
         guard_first_process()
         os.chdir("/testbed")
+    elif kind == "container":
+        from agentrl.sandbox.enclose import enter
+
+        how = enter(bool(copy))
+        os.chdir("/testbed")
     else:
-        os.chdir(argv[8])
+        os.chdir(argv[9])
         adopt_orphans()
     set_limits(memory_mb, file_mb, processes + 1 if by_rlimit else 0)
     silent = os.open("/dev/null", os.O_WRONLY)
     os.dup2(silent, 2)
     os.close(silent)
     send([b"ready", how])
-    is_init = kind == "init"
-    Executor(is_init=is_init, shell=shell, processes=processes, cpu_s=cpu_s).serve()
+    is_init = kind != "host"
+    bounds = {"processes": processes, "cpu_s": cpu_s, "total_mb": total_mb}
+    Executor(is_init=is_init, shell=shell, **bounds).serve()

@@ -15,14 +15,27 @@ import socket
 import time
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from agentrl.errors import SandboxUnavailable
 
 log = logging.getLogger(__name__)
 MARK = "AGENTRL_LEASE"
 """Environment variable of a sandbox's host processes: finds those that left their parent."""
+SCRATCH = "agentrl_lease-"
+"""First part of the name of every scratch folder; the rest is the lease's id."""
+CLAIM = "lease.json"
+"""Copy of the lease in the scratch itself, for when the folder of leases is gone."""
+LABEL = "agentrl_lease"
+"""By which a service knows a sandbox's lease."""
+UNCLAIMED_S = 3600.0
+"""A scratch without a claim is removed once it is as old as this."""
 LIFETIME_S = 86_400.0
 END_TIMEOUT_S = 5.0
+MONITOR_TIMEOUT_S = 3.0
+PARENT, SESSION = 1, 3
+"""Fields of /proc/PID/stat."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +55,11 @@ class Lease:
     expires: float
     scratch: str
     """Folder on the host that dies with the sandbox; empty when there is none."""
+    kind: str = ""
+    """Of a sandbox that a service holds: `docker` or `e2b`."""
 
 
-def new(*, run: str, owner: str) -> Lease:
+def new(*, run: str, owner: str, kind: str = "") -> Lease:
     """Return a lease of this process that is in no file yet."""
     return Lease(
         id=uuid.uuid4().hex,
@@ -57,6 +72,7 @@ def new(*, run: str, owner: str) -> Lease:
         pid_start=0,
         expires=time.time() + LIFETIME_S,
         scratch="",
+        kind=kind,
     )
 
 
@@ -67,6 +83,21 @@ def publish(leases: Path, lease: Lease) -> None:
     unfinished = path.with_suffix(".tmp")
     unfinished.write_text(json.dumps(asdict(lease)))
     unfinished.replace(path)
+
+
+def make_scratch(lease: Lease) -> None:
+    """Make the lease's folder, with its claim in it."""
+    folder = Path(lease.scratch)
+    folder.mkdir(mode=0o700)
+    (folder / CLAIM).write_text(json.dumps(asdict(lease)))
+
+
+def read(path: Path) -> Lease | None:
+    """Return the lease in a file; None when it holds none."""
+    try:
+        return Lease(**json.loads(path.read_text()))
+    except (ValueError, TypeError, FileNotFoundError):
+        return None
 
 
 def remove(leases: Path, lease: Lease) -> None:
@@ -81,28 +112,67 @@ def sweep(leases: Path) -> list[str]:
     """End and remove what no living owner claims; return a line for each lease removed."""
     removed = []
     for path in sorted(leases.glob("*.json")):
-        lease = _read(path)
+        lease = read(path)
         if lease is None:
             log.warning("%s is not a lease; left as it is", path)
             continue
         if _is_claimed(lease):
             continue
-        ended = end(leases, lease)
-        removed.append(f"{lease.owner} of run {lease.run}: {ended} processes ended ({path.name})")
+        what = f"sandboxes of {lease.kind}" if lease.kind else "processes"
+        try:
+            ended = end(leases, lease)
+        except SandboxUnavailable as error:
+            log.warning("%s of run %s is left as it is: %s", lease.owner, lease.run, error)
+            continue
+        removed.append(f"{lease.owner} of run {lease.run}: {ended} {what} ended ({path.name})")
+    return removed
+
+
+def sweep_scratch(parent: Path) -> list[str]:
+    """End what the scratch folders below `parent` belonged to, where no living owner claims it.
+
+    For owners whose run, and so their leases, are gone too. Folders of other users are left.
+    """
+    removed = []
+    for folder in sorted(parent.glob(f"{SCRATCH}*")):
+        if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.geteuid():
+            continue
+        lease = read(folder / CLAIM)
+        if lease is None:
+            is_young = time.time() - folder.stat().st_mtime < UNCLAIMED_S
+            if is_young or marked(folder.name.removeprefix(SCRATCH)):
+                continue
+            _remove_tree(folder)
+            removed.append(f"{folder}: nobody's")
+        elif not _is_claimed(lease):
+            ended = end_here(replace(lease, scratch=str(folder)))
+            removed.append(f"{lease.owner} of run {lease.run}: {ended} processes ended ({folder})")
     return removed
 
 
 def end(leases: Path, lease: Lease) -> int:
     """Kill a sandbox's processes, remove its scratch and its lease; return how many were killed."""
+    ended = end_here(lease)
+    remove(leases, lease)
+    return ended
+
+
+def end_here(lease: Lease) -> int:
+    """Kill a sandbox's processes, remove its scratch; return how many were killed.
+
+    Of one that a service holds: have the service end it; return how many there were.
+    """
+    if lease.kind:
+        return _end_remote(lease)
     ended: set[int] = set()
     if lease.host == host_id():
+        _end_first_inside(lease)
         deadline = time.monotonic() + END_TIMEOUT_S
         while time.monotonic() < deadline and (left := _processes(lease)):
             ended |= set(left)
-            _kill(left)
-        if lease.scratch and MARK.lower() in Path(lease.scratch).name:
+            kill(left)
+        if Path(lease.scratch).name.startswith(SCRATCH):
             _remove_tree(Path(lease.scratch))
-    remove(leases, lease)
     return len(ended)
 
 
@@ -128,11 +198,20 @@ def marked(lease_id: str) -> list[int]:
     return [pid for pid in _pids() if mark in _environment(pid)]
 
 
-def _read(path: Path) -> Lease | None:
-    try:
-        return Lease(**json.loads(path.read_text()))
-    except (ValueError, TypeError, FileNotFoundError):
-        return None
+def descendants(pid: int) -> set[int]:
+    """Return `pid` and all processes below it."""
+    parents = {one: _stat(one, PARENT) for one in _pids()}
+    found, grew = {pid}, True
+    while grew:
+        new = {one for one, parent in parents.items() if parent in found and one not in found}
+        found |= new
+        grew = bool(new)
+    return found
+
+
+def first_inside(pid: int) -> list[int]:
+    """Return the first process of each pid namespace that was made below `pid`."""
+    return [one for one in descendants(pid) if _is_first_inside(one)]
 
 
 def _is_claimed(lease: Lease) -> bool:
@@ -147,13 +226,61 @@ def _is_claimed(lease: Lease) -> bool:
 def _processes(lease: Lease) -> list[int]:
     """Return what still runs of a sandbox; its first pid only if that is the same process still.
 
-    With a scratch there is no pid namespace, so the mark finds who left the first process.
+    With a scratch there may be no pid namespace, so the mark finds who left the first process. The
+    first process led a session, and FUSE's, whose environment is empty, are in it still.
     """
     own = [lease.pid] if lease.pid and start_time(lease.pid) == lease.pid_start else []
-    return [pid for pid in (*own, *(marked(lease.id) if lease.scratch else ())) if start_time(pid)]
+    if lease.scratch:
+        own += marked(lease.id)
+        own += [pid for pid in _pids() if _is_fuse(pid) and _stat(pid, SESSION) == lease.pid != 0]
+    return [pid for pid in own if start_time(pid)]
 
 
-def _kill(pids: Iterable[int]) -> None:
+def _is_fuse(pid: int) -> bool:
+    try:
+        return "fuse" in Path(f"/proc/{pid}/comm").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _end_remote(lease: Lease) -> int:
+    if lease.kind == "docker":
+        from agentrl.sandbox import docker
+
+        return docker.end_by_lease(lease.id)
+    from agentrl.sandbox import e2b
+
+    return e2b.end_by_lease(lease.id)
+
+
+def _end_first_inside(lease: Lease) -> None:
+    """End the sandbox from within, and give what holds its mounts a while to undo them."""
+    left = set(_processes(lease))
+    below = descendants(lease.pid) if lease.pid in left else set()
+    kill(inner := [one for one in left | below if _is_first_inside(one)])
+    deadline = time.monotonic() + MONITOR_TIMEOUT_S
+    while inner and time.monotonic() < deadline and _processes(lease):
+        time.sleep(0.01)
+
+
+def _is_first_inside(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    ids = next((line.split()[1:] for line in status.splitlines() if line[:5] == "NSpid"), [])
+    return len(ids) > 1 and ids[-1] == "1"
+
+
+def _stat(pid: int, field: int) -> int:
+    """Return a number of /proc/PID/stat, counted from the state on; -1 when it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[field])
+    except (FileNotFoundError, ProcessLookupError):
+        return -1
+
+
+def kill(pids: Iterable[int]) -> None:
     for pid in pids:
         try:
             os.kill(pid, signal.SIGKILL)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import resource
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxUnavailable
 
 FILES_PER_SANDBOX = 2
@@ -14,6 +16,9 @@ RESERVED_FILES = 256
 """For the process that owns them: engine connections, event files, libraries."""
 PROCESSES_PER_SANDBOX = 2
 """bwrap's monitor and the executor; commands come on top."""
+PROCESSES_BY_KIND = {"apptainer": 13, "docker": 0, "e2b": 0}
+"""Where it is another number; threads count as the kernel counts them: Apptainer's monitor has
+about ten, and FUSE is two more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,14 +30,18 @@ class Limits:
     processes: int
     namespaces: int
     """User namespaces."""
+    connections: int
+    """Requests to a sandbox service at once: a command and a heartbeat of each."""
 
     @classmethod
-    def derive(cls, concurrency: int) -> Limits:
+    def derive(cls, concurrency: int, kind: str = "bubblewrap") -> Limits:
+        processes = PROCESSES_BY_KIND.get(kind, PROCESSES_PER_SANDBOX) + 1
         return cls(
             concurrency=concurrency,
             open_files=RESERVED_FILES + FILES_PER_SANDBOX * concurrency,
-            processes=(PROCESSES_PER_SANDBOX + 1) * concurrency,
+            processes=processes * concurrency,
             namespaces=concurrency,
+            connections=2 * concurrency,
         )
 
 
@@ -81,3 +90,14 @@ def _bound(value: int) -> int:
 def _sysctl(name: str) -> int:
     path = Path("/proc/sys") / name
     return int(path.read_text()) if path.exists() else 1 << 62
+
+
+def scratch_folder(config: SandboxConfig) -> Path:
+    """Return the folder on this node below which sandboxes keep what is written in them."""
+    return Path(config.scratch or tempfile.gettempdir())
+
+
+def bounds(config: SandboxConfig) -> tuple[int, int, int, int, int]:
+    """Return what the executor bounds inside, in the order of its arguments."""
+    c = config
+    return (c.memory_mb, c.cpu_s, c.processes, c.file_mb, c.total_memory_mb)

@@ -1,8 +1,9 @@
 """Commands on this host with NO isolation, for where bubblewrap cannot run and one says so.
 
-The testbed is a copy in a temporary folder and commands start in it; the path /testbed means that
-copy to `put` and `get` only, not to commands. Bounds on memory, CPU time, file size and the number
-of processes hold as in a sandbox; bytes written in all are not bounded.
+The testbed is a copy in a temporary folder and commands start in it; the paths /testbed and /tmp
+mean folders of the sandbox to `put` and `get` only, not to commands, which have TMPDIR. Bounds on
+memory, CPU time, file size and the number of processes hold as in a sandbox; bytes written in its
+folder are watched.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxStartError
 from agentrl.sandbox import lease
+from agentrl.sandbox.base import TESTBED
 from agentrl.sandbox.bubblewrap import ENVIRONMENT
-from agentrl.sandbox.resident import LOADER, Spawn, compile_executor
+from agentrl.sandbox.child import Child, Spawn, compile_executor
+from agentrl.sandbox.limits import bounds, scratch_folder
+from agentrl.sandbox.resident import LOADER, ResidentSandbox, in_thread
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,7 @@ class HostProcess:
     """Says what to run for one sandbox that is none."""
 
     name = "process (no isolation)"
+    kind = ""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -35,13 +39,18 @@ class HostProcess:
         log.warning(
             "sandbox.kind=process: commands of the model run on this host as uid %d with NO "
             "isolation: they can read and change every file, environment and process of that user, "
-            "and use the network; the disk limit (sandbox.disk_mb) is not enforced",
+            "and use the network; the disk limit (sandbox.disk_mb) is only watched",
             os.geteuid(),
         )
 
     def scratch(self, claim: lease.Lease) -> str:
         """Return the folder of one sandbox; its name is known before it exists."""
-        return str(Path(tempfile.gettempdir(), f"{lease.MARK.lower()}-{claim.id}"))
+        return str(scratch_folder(self.config) / f"{lease.SCRATCH}{claim.id}")
+
+    async def create(self, image: Path, claim: lease.Lease) -> ResidentSandbox:
+        """Lay its folders and start one; nothing in it is waited for."""
+        spawn = await in_thread(self.spawn, image, claim)
+        return ResidentSandbox(Child(spawn), code=self.code, places=spawn.places)
 
     def spawn(self, image: Path, claim: lease.Lease) -> Spawn:
         """Copy the testbed; return the command that starts one there."""
@@ -54,12 +63,11 @@ class HostProcess:
             (scratch / name).mkdir()
         for name in ("python", "python3"):
             (scratch / "bin" / name).symlink_to(self.python)
-        config = self.config
-        numbers = (0, 1, config.memory_mb, config.cpu_s, config.processes, config.file_mb)
+        numbers = (0, 1, *bounds(self.config))
         return Spawn(
             argv=[
                 *(self.python, "-I", "-S", "-c", LOADER),
-                *("host", config.shell, *map(str, numbers), str(testbed)),
+                *("host", self.config.shell, *map(str, numbers), str(testbed)),
             ],
             env={
                 **ENVIRONMENT,
@@ -68,5 +76,5 @@ class HostProcess:
                 "TMPDIR": str(scratch / "tmp"),
                 lease.MARK: claim.id,
             },
-            testbed=str(testbed),
+            places={TESTBED: str(testbed), "/tmp": str(scratch / "tmp")},
         )

@@ -1,4 +1,4 @@
-"""What commands in a bubblewrap sandbox cannot see, reach, change or use up."""
+"""What commands in a sandbox cannot see, reach, change or use up."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def test_the_hosts_folders_cannot_be_read(bubble: Any) -> None:
     assert done.output.endswith("agent\n1\n")
 
 
-def test_the_project_is_not_importable(bubble: Any) -> None:
-    assert "ModuleNotFoundError" in bubble.sh("python -c 'import agentrl'").output
+def test_the_project_is_not_importable(sealed: Any) -> None:
+    assert "ModuleNotFoundError" in sealed.sh("python -c 'import agentrl'").output
 
 
-def test_the_network_is_unreachable(bubble: Any) -> None:
+def test_the_network_is_unreachable(sealed: Any) -> None:
     program = "import socket; socket.create_connection(('1.1.1.1', 80), 2)"
-    done = bubble.sh(f'python -c "{program}"')
+    done = sealed.sh(f'python -c "{program}"')
     assert "Network is unreachable" in done.output
-    assert bubble.sh("tail -n +3 /proc/net/dev | cut -d: -f1").output.split() == ["lo"]
+    assert sealed.sh("tail -n +3 /proc/net/dev | cut -d: -f1").output.split() == ["lo"]
 
 
-def test_the_hosts_servers_on_loopback_are_unreachable(bubble: Any) -> None:
+def test_the_hosts_servers_on_loopback_are_unreachable(sealed: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         program = (
             f"import socket; socket.create_connection(('127.0.0.1', {server.getsockname()[1]}))"
         )
-        done = bubble.sh(f'python -c "{program}"')
+        done = sealed.sh(f'python -c "{program}"')
     assert "Connection refused" in done.output or "unreachable" in done.output
 
 
@@ -52,9 +52,9 @@ def test_the_system_is_read_only(bubble: Any) -> None:
     assert bubble.sh(loop).output == "ls: cannot access '/*/new': No such file or directory\n"
 
 
-def test_devices_of_the_host_cannot_be_changed(bubble: Any) -> None:
+def test_devices_of_the_host_cannot_be_changed(sealed: Any) -> None:
     before = os.stat("/dev/null").st_mode
-    done = bubble.sh("chmod 600 /dev/null; chown 1 /dev/zero; rm /dev/null; echo $?")
+    done = sealed.sh("chmod 600 /dev/null; chown 1 /dev/zero; rm /dev/null; echo $?")
     assert done.output.count("Read-only file system") == 3, done.output
     assert os.stat("/dev/null").st_mode == before
 
@@ -64,8 +64,8 @@ def test_the_private_folders_are_writable(bubble: Any) -> None:
     assert done.output == "/home/agent\n"
 
 
-def test_privileges_are_gone(bubble: Any) -> None:
-    done = bubble.sh("grep -E '^(Cap|NoNewPrivs)' /proc/self/status")
+def test_privileges_are_gone(sealed: Any) -> None:
+    done = sealed.sh("grep -E '^(Cap|NoNewPrivs)' /proc/self/status")
     found = dict(line.split(":\t") for line in done.output.splitlines())
     assert found.pop("NoNewPrivs") == "1"
     assert {int(value, 16) for value in found.values()} == {0}
@@ -94,31 +94,31 @@ ATTEMPTS = (
 )
 
 
-def test_commands_cannot_undo_the_sandbox(bubble: Any) -> None:
+def test_commands_cannot_undo_the_sandbox(sealed: Any) -> None:
     async def body(sandbox: Sandbox) -> list[str]:
         done = {attempt: await sandbox.exec(attempt, timeout_s=20) for attempt in ATTEMPTS}
         return [attempt for attempt, result in done.items() if result.exit_code == 0]
 
-    assert bubble.run(body) == []
+    assert sealed.run(body) == []
 
 
-def test_a_command_may_still_set_its_own_limits(bubble: Any) -> None:
-    done = bubble.sh("prlimit --nofile=100 sh -c 'ulimit -n'; nice true && taskset 1 true")
+def test_a_command_may_still_set_its_own_limits(sealed: Any) -> None:
+    done = sealed.sh("prlimit --nofile=100 sh -c 'ulimit -n'; nice true && taskset 1 true")
     assert (done.output, done.exit_code) == ("100\n", 0)
 
 
-def test_signals_do_not_end_the_executor(bubble: Any) -> None:
+def test_signals_do_not_end_the_executor(sealed: Any) -> None:
     async def body(sandbox: Sandbox) -> str:
         await sandbox.exec("for s in $(seq 1 64); do kill -$s 1; done 2>/dev/null", timeout_s=30)
         return (await sandbox.exec("echo alive", timeout_s=30)).output
 
-    assert bubble.run(body) == "alive\n"
+    assert sealed.run(body) == "alive\n"
 
 
-def test_two_sandboxes_do_not_see_each_other(bubble: Any) -> None:
+def test_two_sandboxes_do_not_see_each_other(sealed: Any) -> None:
     async def body(provider: SandboxProvider) -> Any:
         one, two = await asyncio.gather(
-            provider.start(bubble.image, owner="0/0/0"), provider.start(bubble.image, owner="0/1/0")
+            provider.start(sealed.image, owner="0/0/0"), provider.start(sealed.image, owner="0/1/0")
         )
         await one.exec(
             "echo mine | tee /tmp/x ~/x /testbed/x /dev/shm/x; sleep 95432 &", timeout_s=5
@@ -127,12 +127,12 @@ def test_two_sandboxes_do_not_see_each_other(bubble: Any) -> None:
             "ls /tmp/x ~/x /testbed/x /dev/shm/x; pgrep -fc 95[4]32", timeout_s=30
         )
 
-    done = bubble.provider(body)
+    done = sealed.provider(body)
     assert done.output.count("No such file") == 4
     assert done.output.endswith("0\n")
 
 
-def test_a_fork_bomb_is_contained_and_the_sandbox_usable(bubble: Any) -> None:
+def test_a_fork_bomb_is_contained_and_the_sandbox_usable(sealed: Any) -> None:
     async def body(sandbox: Any) -> Any:
         bomb = asyncio.ensure_future(sandbox.exec(BOMB + " sleep 2", timeout_s=1.5))
         peak = 0
@@ -142,13 +142,13 @@ def test_a_fork_bomb_is_contained_and_the_sandbox_usable(bubble: Any) -> None:
         await sandbox.stop_processes()
         return peak, await sandbox.exec("echo alive; ps ax | wc -l", timeout_s=30)
 
-    peak, after = bubble.set(processes=32).run(body)
+    peak, after = sealed.set(processes=32).run(body)
     assert peak < 500
     assert after.output == "alive\n5\n"
 
 
-def test_too_many_processes_end_the_command_and_say_so(bubble: Any) -> None:
-    done = bubble.set(processes=20).sh("for i in $(seq 60); do sleep 30 & done; sleep 30")
+def test_too_many_processes_end_the_command_and_say_so(sealed: Any) -> None:
+    done = sealed.set(processes=20).sh("for i in $(seq 60); do sleep 30 & done; sleep 30")
     assert not done.timed_out
     assert "more than 20 processes" in done.output or "fork" in done.output
 

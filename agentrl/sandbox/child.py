@@ -1,0 +1,119 @@
+"""A sandbox's executor as a child process of its owner, over a socket pair."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import socket
+import subprocess
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agentrl.errors import SandboxStartError, SandboxUnavailable
+from agentrl.sandbox import lease
+
+PARTS = ("frames", "bounded", "confine", "executor")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spawn:
+    """What a back end wants run on the host for one sandbox."""
+
+    argv: list[str]
+    env: dict[str, str]
+    places: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the sandbox → what the executor takes for it; others are what they say."""
+    is_monitored: bool = False
+    """`argv` undoes mounts once the executor has ended, so it must not be killed before that."""
+
+
+@functools.cache
+def compile_executor(python: str) -> bytes:
+    """Return the executor's parts for LOADER, compiled by `python`, with their length in front."""
+    program = (
+        "import marshal, sys\n"
+        "code = [(p, compile(open(f'{sys.argv[1]}/{p}.py').read(), p, 'exec', optimize=2))"
+        " for p in sys.argv[2:]]\n"
+        "sys.stdout.buffer.write(marshal.dumps(code))"
+    )
+    argv = [python, "-I", "-S", "-c", program, str(Path(__file__).parent), *PARTS]
+    done = subprocess.run(argv, capture_output=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode:
+        raise SandboxUnavailable(f"{python} cannot compile the executor: {done.stderr.decode()}")
+    return len(done.stdout).to_bytes(4, "big") + done.stdout
+
+
+class Child:
+    """Implements resident.Host over a process that this one started."""
+
+    def __init__(self, spawn: Spawn) -> None:
+        """Start the process (no waiting). Raises SandboxStartError.
+
+        Call it in the thread of the event loop: bwrap's --die-with-parent is per thread.
+        """
+        self.name = spawn.argv[0]
+        self._is_monitored = spawn.is_monitored
+        self._is_open = False
+        self._near, far = socket.socketpair()
+        try:
+            self._process = subprocess.Popen(
+                spawn.argv,
+                stdin=far.fileno(),
+                stdout=far.fileno(),
+                stderr=far.fileno(),
+                env=spawn.env,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._near.close()
+            raise SandboxStartError(f"{spawn.argv[0]} did not start: {error}") from error
+        finally:
+            far.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def open(self) -> tuple[StreamReader, StreamWriter]:
+        self._is_open = True
+        return await asyncio.open_unix_connection(sock=self._near)
+
+    def kill(self) -> None:
+        """End the executor, and with it all inside; a monitor has still to undo its mounts."""
+        if self._is_monitored and (inner := lease.first_inside(self.pid)):
+            lease.kill(inner)
+        else:
+            self._process.kill()
+
+    async def end(self, timeout_s: float) -> bool:
+        """Wait for the end without a thread, reap it, and say whether it came by itself."""
+        if not self._is_open:
+            self._near.close()
+        if await ended(self._process, timeout_s):
+            return True
+        for kill in (self.kill, self._process.terminate, self._process.kill):
+            kill()
+            if await ended(self._process, timeout_s):
+                break
+        return False
+
+
+async def ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Wait for a process's end without a thread, reap it, and say whether it came."""
+    if process.poll() is not None:
+        return True
+    loop = asyncio.get_running_loop()
+    descriptor = os.pidfd_open(process.pid)
+    try:
+        over = asyncio.Event()
+        loop.add_reader(descriptor, over.set)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(over.wait(), timeout_s)
+    finally:
+        loop.remove_reader(descriptor)
+        os.close(descriptor)
+    return process.poll() is not None
