@@ -277,6 +277,8 @@ class RunConfig:
     """Folder that holds the run directories, on a filesystem that all nodes share."""
     seed: int = 0
     """Seed of everything but the tasks."""
+    image: str = ""
+    """Apptainer image (SIF) that every role runs in, on a cluster; empty: the Python that asks."""
     handoff: str = "files"
     """How groups reach the trainer: `files`, the shared spool; or `socket`, acknowledged ZeroMQ."""
     weights: str = "disk"

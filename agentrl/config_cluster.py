@@ -62,8 +62,12 @@ class ClusterConfig:
     """Environment modules that the batch script loads, in order."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that the batch script exports; $NAME in a value is expanded there."""
+    runtime: str = "apptainer"
+    """Program that enters a run's image: `apptainer`, `singularity`, or the path of one."""
+    runtime_flags: list[str] = field(default_factory=list)
+    """More flags of its `exec`, as --userns."""
     binds: list[str] = field(default_factory=list)
-    """Paths of the host that containers see, as SRC or SRC:DST."""
+    """Paths of the host that containers see, as SRC, SRC:DST or SRC:DST:ro."""
     interface_hints: list[str] = field(default_factory=list)
     """Network interfaces to prefer, best first, by name or shell pattern, as hsn*."""
     interface_pin: str = ""

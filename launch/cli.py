@@ -24,6 +24,8 @@ COMMANDS = {
     "status": "show where a run stands",
     "watch": "show it live, until the run ends",
     "stop": "ask a run to save and end",
+    "image": "build the image that every role of a run runs in, and try one on a node",
+    "doctor": "look whether this login node, and the nodes, can carry a run",
     "cluster": "boot and end a real small Slurm on this machine, to try and to test with",
     "convert": "turn a model folder from Hugging Face's layout into Megatron's, or back",
     "audit": "prove from a run's files that every draw is accounted for",

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -88,11 +88,16 @@ def settled(config: RunConfig) -> RunConfig:
         model=dataclasses.replace(config.model, path=str(Path(config.model.path).absolute())),
         tasks=dataclasses.replace(config.tasks, folder=str(Path(config.tasks.folder).absolute())),
         agent=dataclasses.replace(config.agent, prompts=str(Path(config.agent.prompts).absolute())),
+        image=str(Path(config.image).absolute()) if config.image else "",
     )
 
 
-def create(config: RunConfig, argv: Sequence[str]) -> RunDir:
+def create(
+    config: RunConfig, argv: Sequence[str], *, image: Mapping[str, object] | None = None
+) -> RunDir:
     """Make the run's directory, or return it if it is this very run already.
+
+    image: facts of the image that it begins in, for its provenance.
 
     Raises ConfigError if a run of that name has another config.
     """
@@ -107,7 +112,7 @@ def create(config: RunConfig, argv: Sequence[str]) -> RunDir:
             )
         return run
     run.path.mkdir(parents=True, exist_ok=True)
-    publish_json(run.path / "provenance.json", provenance(argv))
+    publish_json(run.path / "provenance.json", {**provenance(argv), "image": image})
     run.write_config(config)
     return run
 
@@ -122,7 +127,7 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
 def provenance(argv: Sequence[str]) -> dict[str, object]:
     """Return what is needed to do it again: code, argv, versions, machine."""
     return {
-        "git": _git_commit(),
+        "git": git_commit(),
         "argv": list(argv),
         "cwd": str(Path.cwd()),
         "python": platform.python_version(),
@@ -132,6 +137,25 @@ def provenance(argv: Sequence[str]) -> dict[str, object]:
         "cpus": os.cpu_count(),
         "created": time.time(),
     }
+
+
+def git_commit() -> dict[str, object]:
+    """Return commit and whether files differ from it; empty outside a clone."""
+    root = Path(__file__).parents[1]
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run(
+            [*git, "rev-parse", "HEAD"], check=False, capture_output=True, text=True
+        )
+        if head.returncode:
+            return {}
+        status = subprocess.run(
+            [*git, "status", "--porcelain"], check=False, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        sys.stderr.write("agentrl: git is not installed; provenance.json will lack the commit\n")
+        return {}
+    return {"commit": head.stdout.strip(), "is_dirty": bool(status.stdout.strip())}
 
 
 def begin_attempt(run: RunDir, argv: Sequence[str]) -> int:
@@ -229,25 +253,6 @@ def _near(path: Path) -> str:
     folders = path.parent.iterdir() if path.parent.is_dir() else ()
     names = sorted(folder.name for folder in folders if (folder / "config.yaml").is_file())
     return f"; runs beside it: {', '.join(names)}" if names else "; give a run directory"
-
-
-def _git_commit() -> dict[str, object]:
-    """Return commit and whether files differ from it; empty outside a clone."""
-    root = Path(__file__).parents[1]
-    git = ["git", "-C", str(root)]
-    try:
-        head = subprocess.run(
-            [*git, "rev-parse", "HEAD"], check=False, capture_output=True, text=True
-        )
-        if head.returncode:
-            return {}
-        status = subprocess.run(
-            [*git, "status", "--porcelain"], check=False, capture_output=True, text=True
-        )
-    except FileNotFoundError:
-        sys.stderr.write("agentrl: git is not installed; provenance.json will lack the commit\n")
-        return {}
-    return {"commit": head.stdout.strip(), "is_dirty": bool(status.stdout.strip())}
 
 
 def _version(name: str) -> str:

@@ -16,10 +16,10 @@ from pathlib import Path
 from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
-from launch import cluster_run, submission, watch
+from launch import cluster_run, image_run, submission, watch
 from launch.command import add_config, guard, parse, parser, say
 from launch.plan import check_caps
-from launch.run_dir import command_line, create, settled
+from launch.run_dir import RunDir, command_line, create, settled
 from slurm.exit_record import DONE
 
 
@@ -36,7 +36,9 @@ def main(argv: Sequence[str]) -> int:
     check_model(config)
     check_caps(config)
     line = command_line("train", argv)
-    run = create(config, line)
+    image = image_run.checked(config, RunDir(config.run_dir))
+    run = create(config, line, image=image_run.facts(image))
+    image_run.record(run, image)
     say(f"run {run.path}, starting model {run.config().model.path}")
     if config.cluster.is_slurm:
         cluster_run.launch(run, line, began="started")

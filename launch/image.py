@@ -1,0 +1,174 @@
+"""`agentrl image build NAME|FILE`: build an image. `agentrl image check [IMAGE]`: try it here.
+
+build: NAME is cpu, rocm, cuda or sandbox, FILE a definition file of your own. An ordinary user
+with subordinate ids can build; nothing is built where the image at --output has the same inputs.
+check: without IMAGE the Python that runs this is looked at, which may be that of an image.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from agentrl.errors import ImageError
+from containers import build, definition, sif, wheels
+from containers.entering import gpu_flags
+from launch.command import guard, parser, say
+from launch.findings import show
+from launch.run_dir import git_commit
+from slurm.exit_record import DONE
+
+NEEDS_GB = {"cpu": 6.0, "sandbox": 2.0, "rocm": 120.0, "cuda": 90.0}
+"""Free space for layers, unpacked files and the image. cpu: seen; rocm and cuda: estimated."""
+PYTHON_OF = "3.11"
+"""Of Debian 12, on which the cpu image stands."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Build or check; return 0, or 1 where a check failed."""
+    arguments = parser("image", __doc__ or "")
+    actions = arguments.add_subparsers(metavar="ACTION", required=True)
+    making = actions.add_parser("build", help="build an image by Apptainer")
+    making.add_argument("name", metavar="NAME|FILE", help="cpu, rocm, cuda, sandbox, or a .def")
+    making.add_argument("--output", type=Path, help="default: images/agentrl-NAME.sif")
+    making.add_argument("--cache", type=Path, help="local disk for layers and unpacked files")
+    making.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
+    making.add_argument("--runtime", default="apptainer", help="program that builds")
+    making.set_defaults(act=_build)
+    trying = actions.add_parser("check", help="try all that a role needs, on this node")
+    trying.add_argument("image", nargs="?", type=Path, help="enter it first; default: stay here")
+    trying.add_argument("--json", action="store_true", help="print one JSON object")
+    trying.add_argument("--quick", action="store_true", help="leave out what takes over 10 s")
+    trying.add_argument("--runtime", default="apptainer", help="program that enters it")
+    trying.add_argument("--bind", action="append", default=[], metavar="PATH")
+    trying.set_defaults(act=_check)
+    given = arguments.parse_args(argv)
+    return int(given.act(given))
+
+
+def _build(given: argparse.Namespace) -> int:
+    made = definition.parse(definition.find(given.name))
+    name = made.path.stem
+    image = (given.output or Path("images", f"agentrl-{name}.sif")).absolute()
+    cache = (given.cache or default_cache()).absolute()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="agentrl-context-") as folder:
+        context = Path(folder)
+        context.chmod(0o755)
+        wheel = wheels.project_wheel(context)
+        inputs = [definition.FOLDER / "post.sh", wheels.ROOT / "constraints.txt"]
+        key = build.inputs_key(made, wheel, inputs)
+        if build.is_current(image, key):
+            return _done(image, started, "is up to date")
+        _fill(context, wheel, cache if "debootstrap" in made.header.values() else None, made)
+        plan = build.Build(
+            definition=made,
+            image=image,
+            cache=cache,
+            arguments={**_arguments(made, context, key, wheel), **_given(given.build_arg)},
+            needs_gb=NEEDS_GB.get(name, 6.0),
+            runtime=given.runtime,
+            is_root=os.geteuid() == 0,
+        )
+        say(f"$ {shlex.join(build.command(plan))}")
+        build.run(plan, lambda line: say(f"  {line}"))
+    return _done(image, started, "built")
+
+
+def default_cache() -> Path:
+    """Return where downloads are kept if no --cache names a disk."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "agentrl", "images")
+
+
+def debian_mirror(suite: str) -> str:
+    """Return the mirror that this machine's own apt uses. Raises ImageError where it has none."""
+    if shutil.which("apt-get"):
+        words = ["apt-get", "indextargets", "--format", "$(REPO_URI)"]
+        done = subprocess.run(
+            [*words, "Identifier: Packages", f"Codename: {suite}"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if found := done.stdout.split():
+            return found[0]
+    raise ImageError(
+        f"image build: this machine's apt knows no mirror of Debian {suite}; name one by "
+        "--build-arg MIRROR=URL"
+    )
+
+
+def _fill(context: Path, wheel: Path, cache: Path | None, made: definition.Definition) -> None:
+    """Lay post.sh and the wheels into the context; all that is needed for the cpu image."""
+    shutil.copyfile(definition.FOLDER / "post.sh", context / "post.sh")
+    (context / "wheels").mkdir()
+    wheel.rename(context / "wheels" / wheel.name)
+    if cache is None or "CONTEXT" not in made.arguments:
+        return
+    own = context / "wheels" / wheel.name
+    for path in wheels.needed_wheels(own, cache, python=PYTHON_OF).iterdir():
+        shutil.copyfile(path, context / "wheels" / path.name)
+
+
+def _arguments(made: definition.Definition, context: Path, key: str, wheel: Path) -> dict[str, str]:
+    commit = git_commit()
+    dirty = "+dirty" if commit.get("is_dirty") else ""
+    found = {
+        "CONTEXT": str(context),
+        "GIT": f"{commit.get('commit', 'unknown')}{dirty}",
+        "INPUTS": key,
+        "TE_REF": "none",
+        "VERSION": wheel.name.split("-")[1],
+    }
+    if "MIRROR" in made.arguments:
+        found["MIRROR"] = debian_mirror(made.header.get("osversion", ""))
+    return found
+
+
+def _given(pairs: Sequence[str]) -> dict[str, str]:
+    for pair in pairs:
+        if "=" not in pair:
+            raise ImageError(f"--build-arg {pair}: must read NAME=VALUE")
+    return dict(pair.split("=", 1) for pair in pairs)
+
+
+def _done(image: Path, started: float, what: str) -> int:
+    size = image.stat().st_size / 2**20
+    say(f"{image} {what} in {time.monotonic() - started:.0f} s: {size:.0f} MiB")
+    say(f"digest {sif.digest(image)}")
+    say(f"$ agentrl image check {image}")
+    return DONE
+
+
+def _check(given: argparse.Namespace) -> int:
+    flags = [flag for flag in ("--json", "--quick") if getattr(given, flag[2:])]
+    if given.image is None:
+        from launch.image_check import findings
+
+        found = findings(is_quick=given.quick)
+        return show(found, as_json=given.json, image=os.environ.get(NAME, ""))
+    image = sif.read(given.image)
+    sif.refuse_foreign(image)
+    words = [given.runtime, "exec", "--cleanenv", *gpu_flags(image.gpu)]
+    words += ["--no-mount=home,cwd", "--pwd=/tmp"]
+    words += ["--env=PYTHONNOUSERSITE=1", *(f"--bind={bind}" for bind in given.bind)]
+    inside = ["python3", "-m", "launch.image", "check", *flags]
+    try:
+        return subprocess.run([*words, str(given.image), *inside], check=False).returncode
+    except FileNotFoundError as error:
+        raise ImageError(f"image check: no program {given.runtime!r} on PATH") from error
+
+
+NAME = "APPTAINER_CONTAINER"
+"""Apptainer's own variable: the image that a process is in."""
+
+if __name__ == "__main__":
+    sys.exit(guard(main))
