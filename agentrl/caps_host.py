@@ -47,12 +47,15 @@ def probe(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Host:
 
 
 def model_shape(folder: Path) -> ModelShape | None:
-    """Return the shape of a model's folder; None while it is not made."""
+    """Return the shape of a model's folder; None while it is not made, or tells none."""
     path = folder / "config.json"
     if not path.is_file():
         return None
+    config = json.loads(path.read_bytes())
+    if "num_attention_heads" not in config.get("text_config", config):
+        return None
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    return ModelShape.of(json.loads(path.read_bytes()), weights_mb=weights >> 20)
+    return ModelShape.of(config, weights_mb=weights >> 20)
 
 
 def cgroup_limit(controller: str, v1: str, v2: str, *, root: Path = Path("/")) -> int:
