@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import subprocess
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,17 +150,15 @@ def advice(lines: Iterable[str]) -> str:
     return "".join(f"; {hint}" for hint in list(found)[:1])
 
 
-def inputs_key(definition: Definition, wheel: Path, files: Iterable[Path]) -> str:
+def inputs_key(definition: Definition, root: Path, files: Iterable[Path]) -> str:
     """Return a digest of all that makes the image, but for what mirrors and registries give.
 
-    Two wheels of the same files are the same, whenever they were made.
+    files: below `root`, each counted with its name.
     """
     found = hashlib.sha256(definition.text.encode())
-    with zipfile.ZipFile(wheel) as opened:
-        for item in sorted(opened.infolist(), key=lambda item: item.filename):
-            found.update(f"{item.filename}\0{item.CRC}\0".encode())
-    for path in files:
-        found.update(path.read_bytes())
+    for path in sorted(files):
+        found.update(f"\0{path.relative_to(root)}\0".encode())
+        found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()[:16]
 
 

@@ -17,10 +17,17 @@ PACKAGES = ("agentrl", "slurm", "containers", "launch", "analysis", "configs")
 METADATA = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 
+def sources() -> list[Path]:
+    """Return every file that the wheel and the cpu image are made of."""
+    found = [ROOT / name for name in (*METADATA, "constraints.txt")]
+    for name in PACKAGES:
+        found += [path for path in (ROOT / name).rglob("*") if path.is_file()]
+    return [path for path in found if "__pycache__" not in path.parts]
+
+
 def project_wheel(into: Path) -> Path:
     """Build this checkout's wheel. Raises ImageError, in pip's words."""
-    if not (ROOT / "setup.cfg").is_file():
-        raise ImageError(f"image build: {ROOT} is no checkout of this project; run it from one")
+    check_checkout()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder, "project")
         copy.mkdir()
@@ -32,6 +39,15 @@ def project_wheel(into: Path) -> Path:
             shutil.copyfile(ROOT / name, copy / name)
         _pip(["wheel", "--no-deps", "--wheel-dir", str(into), str(copy)])
     return next(into.glob("agentrl_slurm-*.whl"))
+
+
+def check_checkout() -> None:
+    """Raise ImageError unless this runs from a checkout: an installed wheel makes no other."""
+    if missing := [name for name in (*METADATA, "constraints.txt") if not (ROOT / name).is_file()]:
+        raise ImageError(
+            f"image build: {ROOT} has no {', '.join(missing)}: it is no checkout of this project; "
+            "run it from one"
+        )
 
 
 def needed_wheels(project: Path, cache: Path, *, python: str) -> Path:

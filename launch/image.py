@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from agentrl.errors import ImageError
@@ -60,20 +61,23 @@ def _build(given: argparse.Namespace) -> int:
     image = (given.output or Path("images", f"agentrl-{name}.sif")).absolute()
     cache = (given.cache or default_cache()).absolute()
     started = time.monotonic()
+    wheels.check_checkout()
+    key = build.inputs_key(made, wheels.ROOT, wheels.sources())
+    if build.is_current(image, key):
+        return _done(image, started, "is up to date")
     with tempfile.TemporaryDirectory(prefix="agentrl-context-") as folder:
         context = Path(folder)
         context.chmod(0o755)
-        wheel = wheels.project_wheel(context)
-        inputs = [definition.FOLDER / "post.sh", wheels.ROOT / "constraints.txt"]
-        key = build.inputs_key(made, wheel, inputs)
-        if build.is_current(image, key):
-            return _done(image, started, "is up to date")
-        _fill(context, wheel, cache if "debootstrap" in made.header.values() else None, made)
+        values = {**_arguments(made, context, key), **_given(given.build_arg)}
+        if "CONTEXT" in made.arguments:
+            say("making wheels")
+            is_offline = made.header["bootstrap"] == "debootstrap"
+            values["VERSION"] = _fill(context, cache if is_offline else None)
         plan = build.Build(
             definition=made,
             image=image,
             cache=cache,
-            arguments={**_arguments(made, context, key, wheel), **_given(given.build_arg)},
+            arguments=values,
             needs_gb=NEEDS_GB.get(name, 6.0),
             runtime=given.runtime,
             is_root=os.geteuid() == 0,
@@ -106,19 +110,21 @@ def debian_mirror(suite: str) -> str:
     )
 
 
-def _fill(context: Path, wheel: Path, cache: Path | None, made: definition.Definition) -> None:
-    """Lay post.sh and the wheels into the context; all that is needed for the cpu image."""
+def _fill(context: Path, cache: Path | None) -> str:
+    """Lay post.sh and wheels into the context; return the project's version.
+
+    cache: where the wheels of all that it needs are kept; None: the image's pip gets them.
+    """
     shutil.copyfile(definition.FOLDER / "post.sh", context / "post.sh")
     (context / "wheels").mkdir()
-    wheel.rename(context / "wheels" / wheel.name)
-    if cache is None or "CONTEXT" not in made.arguments:
-        return
-    own = context / "wheels" / wheel.name
-    for path in wheels.needed_wheels(own, cache, python=PYTHON_OF).iterdir():
-        shutil.copyfile(path, context / "wheels" / path.name)
+    own = wheels.project_wheel(context / "wheels")
+    if cache is not None:
+        for path in wheels.needed_wheels(own, cache, python=PYTHON_OF).iterdir():
+            shutil.copyfile(path, context / "wheels" / path.name)
+    return own.name.split("-")[1]
 
 
-def _arguments(made: definition.Definition, context: Path, key: str, wheel: Path) -> dict[str, str]:
+def _arguments(made: definition.Definition, context: Path, key: str) -> dict[str, str]:
     commit = git_commit()
     dirty = "+dirty" if commit.get("is_dirty") else ""
     found = {
@@ -126,7 +132,7 @@ def _arguments(made: definition.Definition, context: Path, key: str, wheel: Path
         "GIT": f"{commit.get('commit', 'unknown')}{dirty}",
         "INPUTS": key,
         "TE_REF": "none",
-        "VERSION": wheel.name.split("-")[1],
+        "VERSION": version("agentrl-slurm"),
     }
     if "MIRROR" in made.arguments:
         found["MIRROR"] = debian_mirror(made.header.get("osversion", ""))

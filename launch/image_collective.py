@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import sys
 
 
@@ -21,7 +22,12 @@ def rank(index: int, backend: str, size: int, store: str) -> None:
 
 
 if __name__ == "__main__":
-    from torch.multiprocessing.spawn import spawn
-
-    given = (sys.argv[1], int(sys.argv[2]), sys.argv[3])
-    spawn(rank, args=given, nprocs=given[1])
+    backend, size, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    context = multiprocessing.get_context("spawn")
+    given = [(index, backend, size, store) for index in range(size)]
+    processes = [context.Process(target=rank, args=words) for words in given]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))

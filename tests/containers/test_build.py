@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -125,13 +124,20 @@ def test_every_advice_is_reached_by_words_that_programs_say() -> None:
     assert [advice([line])[2:] for line in heard] == list(ADVICE.values())
 
 
-def test_two_wheels_of_the_same_files_are_the_same_inputs(tmp_path: Path, plan: Build) -> None:
+def test_the_same_files_are_the_same_inputs_wherever_they_lie(tmp_path: Path, plan: Build) -> None:
     keys = []
-    for year, text in ((2001, "a"), (2002, "a"), (2002, "b")):
-        with zipfile.ZipFile(tmp_path / "w.whl", "w") as file:
-            file.writestr(zipfile.ZipInfo("x.py", (year, 1, 1, 0, 0, 0)), text)
-        keys.append(inputs_key(plan.definition, tmp_path / "w.whl", []))
+    for folder, name, text in (("1", "x.py", "a"), ("2", "x.py", "a"), ("3", "y.py", "a")):
+        path = tmp_path / folder / name
+        path.parent.mkdir()
+        path.write_text(text)
+        keys.append(inputs_key(plan.definition, path.parent, [path]))
     assert keys[0] == keys[1] != keys[2]
+
+
+def test_every_file_that_ships_counts_as_an_input() -> None:
+    names = {str(path.relative_to(wheels.ROOT)) for path in wheels.sources()}
+    assert {"containers/post.sh", "constraints.txt", "slurm/templates/run.sh.j2"} <= names
+    assert not any("__pycache__" in name for name in names)
 
 
 def test_a_torch_for_gpus_is_refused_in_the_cpu_image(tmp_path: Path) -> None:
