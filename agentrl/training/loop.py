@@ -24,6 +24,7 @@ from agentrl.training.checkpoint import Checkpoint
 from agentrl.training.intake import Batch, Intake
 from agentrl.training.packing import pack, padding_share
 from agentrl.training.torch_backend import TorchBackend
+from agentrl.weights.quiet import quiet
 from agentrl.weights.version import Announced, prune, publish_version, reannounce
 
 log = logging.getLogger(__name__)
@@ -179,17 +180,18 @@ class _Trainer:
 
     def publish(self) -> None:
         started = now()
-        self.announced = publish_version(
-            self.weights,
-            run=self.config.name,
-            attempt=self.attempt,
-            version=self.step,
-            step=self.step,
-            tensors=self.backend.export_hf(),
-            model_folder=Path(self.config.model.path),
-            consumed=self.intake.ranges(),
-            done=self.step >= self.config.training.steps,
-        )
+        with quiet(self.weights):
+            self.announced = publish_version(
+                self.weights,
+                run=self.config.name,
+                attempt=self.attempt,
+                version=self.step,
+                step=self.step,
+                tensors=self.backend.export_hf(),
+                model_folder=Path(self.config.model.path),
+                consumed=self.intake.ranges(),
+                done=self.step >= self.config.training.steps,
+            )
         prune(self.weights, self.config.training.keep_versions)
         size = sum(self.announced.sizes.values())
         event = VersionEvent(
@@ -213,14 +215,15 @@ class _Trainer:
             pending=dict(self.intake.pending),
             config_hash=config_hash(self.config),
         )
-        checkpoint.save(
-            self.config.run_dir / "checkpoints",
-            state,
-            attempt=self.attempt,
-            keep=self.config.training.keep_checkpoints,
-            model_folder=Path(self.config.model.path),
-            events=self.events,
-        )
+        with quiet(self.weights):
+            checkpoint.save(
+                self.config.run_dir / "checkpoints",
+                state,
+                attempt=self.attempt,
+                keep=self.config.training.keep_checkpoints,
+                model_folder=Path(self.config.model.path),
+                events=self.events,
+            )
         self.saved_step, self.saved_draws = self.step, len(self.intake.consumed)
         self.intake.delete_consumed()
 

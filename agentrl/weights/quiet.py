@@ -1,6 +1,6 @@
-"""The trainer says while it writes a checkpoint: no engine is restarted then.
+"""The trainer says while it writes a checkpoint or a version: no engine is restarted then.
 
-A restart reads gigabytes from the filesystem that the checkpoint is being written to.
+A restart reads gigabytes from the filesystem that the trainer is writing to.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from agentrl.errors import PublishError
 from agentrl.handoff.publish import publish_json
 
 QUIET = "CHECKPOINTING.json"
@@ -21,8 +22,18 @@ LONGEST_S = 600.0
 
 @contextmanager
 def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
-    """Announce in the run's folder of weights that a checkpoint is being written."""
-    publish_json(weights / QUIET, {"until": time.time() + longest_s, "pid": os.getpid()})
+    """Announce in the run's folder of weights that the trainer writes, while the block lasts.
+
+    Raises PublishError where the disk refuses even that.
+    """
+    word = {"until": time.time() + longest_s, "pid": os.getpid()}
+    try:
+        publish_json(weights / QUIET, word)
+    except OSError as error:
+        raise PublishError(
+            f"saying in {weights / QUIET} that the trainer writes: {error}. Free space there, "
+            "then resume the run"
+        ) from error
     try:
         yield
     finally:
@@ -30,7 +41,7 @@ def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
 
 
 def is_quiet(weights: Path) -> bool:
-    """Whether a trainer announced that it writes a checkpoint, and may still do so."""
+    """Whether a trainer announced that it writes, and may still do so."""
     if not weights.is_dir() or QUIET not in os.listdir(weights):
         return False
     try:

@@ -13,6 +13,8 @@ from agentrl.errors import NoSignalError, WaitTimeout
 from agentrl.handoff.spool import SpoolWriter, list_spool
 from agentrl.training.checkpoint import read_consumed
 from agentrl.training.loop import train
+from agentrl.training.torch_backend import TorchBackend
+from agentrl.weights.quiet import is_quiet
 from agentrl.weights.version import latest
 
 
@@ -78,6 +80,27 @@ def test_step_events_hold_the_metrics_and_the_times(tiny_config, events):
     assert step.update_s > 0
     assert step.publish_s > 0
     assert step.checkpoint_s > 0
+
+
+def test_the_trainer_says_when_it_writes_so_that_no_engine_restarts(tiny_config, tiny_model):
+    fill_spool(tiny_config, range(6))
+    weights, writing = tiny_config.run_dir / "weights", []
+
+    class Publisher(TorchBackend):
+        def export_hf(self):
+            writing.append(is_quiet(weights))
+            return super().export_hf()
+
+    class Reader(ev.NoEvents):
+        def write(self, event):
+            if isinstance(event, ev.CheckpointEvent | ev.Step):
+                writing.append(is_quiet(weights))
+
+    backend = Publisher(tiny_model, tiny_config)
+    train(tiny_config, attempt=1, stop=lambda: False, events=Reader(), backend=backend)
+    start, step, saved = [True], [True, False], [True, True, False]
+    assert writing == start + step + saved + saved
+    assert not is_quiet(weights)
 
 
 def test_groups_that_cannot_be_trained_are_filtered_with_their_reasons(tiny_config, events):

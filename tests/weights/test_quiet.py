@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from agentrl.errors import PublishError
 from agentrl.weights.quiet import QUIET, is_quiet, quiet
 
 
@@ -24,3 +25,12 @@ def test_the_word_of_a_trainer_that_died_expires(tmp_path: Path) -> None:
     with quiet(tmp_path, longest_s=-1.0):
         assert (tmp_path / QUIET).is_file()
         assert not is_quiet(tmp_path)
+
+
+def test_a_disk_that_refuses_the_word_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("no folder")
+    with (
+        pytest.raises(PublishError, match=r"CHECKPOINTING\.json.*then resume"),
+        quiet(tmp_path / "weights"),
+    ):
+        pass
