@@ -34,7 +34,7 @@ def repository_of(folder: Path, task: Task) -> Path | None:
 def make_from_repository(image: Path, repository: Path, task: Task) -> Path:
     """Make a task's image: the files of its base commit, its bug laid over them, as one commit.
 
-    Safe under several processes at once. Raises TaskError in git's words.
+    Raises TaskError in git's words.
     """
 
     def fill(testbed: Path) -> None:
@@ -48,26 +48,33 @@ def make_from_repository(image: Path, repository: Path, task: Task) -> Path:
         testbed.mkdir(parents=True)
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as tar:
             tar.extractall(testbed, filter="tar")
-        if task.patch:
-            _run(task, testbed, "apply", "--whitespace=nowarn", "-", given=task.patch)
+        lay_bug(task, testbed)
 
     return made(image, task, fill)
 
 
+def lay_bug(task: Task, testbed: Path) -> None:
+    """Apply what makes the bug, where the task has that. Raises TaskError in git's words."""
+    if task.patch:
+        _run(task, testbed, "apply", "--whitespace=nowarn", "-", given=task.patch)
+
+
 def made(image: Path, task: Task, fill: Callable[[Path], None]) -> Path:
-    """Make the image folder by `fill(testbed)` and commit what it holds, unless it is there."""
-    if image.is_dir():
+    """Make `image`/testbed by `fill(folder)` and commit what it holds, unless it is there.
+
+    Safe under several processes at once.
+    """
+    testbed = image / "testbed"
+    if testbed.is_dir():
         return image
-    image.parent.mkdir(parents=True, exist_ok=True)
-    temporary = image.parent / f".{image.name}.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
+    image.mkdir(parents=True, exist_ok=True)
+    temporary = image / f".testbed.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
     try:
-        testbed = temporary / "testbed"
-        fill(testbed)
-        if not (testbed / ".git").exists():
-            _commit(task, testbed)
-        temporary.rename(image)
+        fill(temporary)
+        _commit(task, temporary)
+        temporary.rename(testbed)
     except OSError:
-        if not image.is_dir():  # else another process was first, with the same files
+        if not testbed.is_dir():  # else another process was first, with the same files
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from agentrl.config import TasksConfig
 from agentrl.errors import TaskError
+from agentrl.handoff.publish import publish_bytes
 from agentrl.tasks.harbor import copy_environment, read_harbor
 from agentrl.tasks.images import made, make_from_repository, repository_of
 from agentrl.tasks.r2egym import read_r2egym
@@ -66,7 +67,8 @@ def image_folder(config: TasksConfig, task: Task) -> Path:
     """Return the folder whose `testbed` is the task's repository; made now where that can be.
 
     From the row's own files, a git repository in FOLDER/repositories, or the COPY lines of a Harbor
-    task. Raises TaskError when it is not there and cannot be made.
+    task. With tasks.environment it only names the row's own image, and validation brings the
+    repository out of that. Raises TaskError when it is not there and cannot be made.
     """
     folder = Path(config.folder)
     image = folder / task.image_name
@@ -76,6 +78,8 @@ def image_folder(config: TasksConfig, task: Task) -> Path:
         return materialise(image, task.files)
     if not (image / "testbed").is_dir():
         image = folder / "images" / task.instance_id
+    if config.environment and not task.image_name.startswith("images/"):
+        return _name_environment(image, config.environment.replace("{image}", task.image_name))
     if (image / "testbed").is_dir():
         return image
     repository = repository_of(folder / "repositories", task)
@@ -88,6 +92,13 @@ def image_folder(config: TasksConfig, task: Task) -> Path:
         f"task {task.instance_id}: no folder {image / 'testbed'}; prepare its repository there, or "
         f"put a git clone of {task.repo or 'it'} into {folder / 'repositories'}"
     )
+
+
+def _name_environment(image: Path, reference: str) -> Path:
+    """Leave the name of a task's own image for the kinds of sandbox that start from one."""
+    if not (image / "environment").is_file():
+        publish_bytes(image / "environment", f"{reference}\n".encode())
+    return image
 
 
 def _without_faults(tasks: list[Task], path: Path) -> list[Task]:

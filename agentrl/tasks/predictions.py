@@ -12,6 +12,7 @@ from typing import Any
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, GradingError, TaskError
 from agentrl.sandbox.base import SandboxProvider
+from agentrl.tasks.extract import extract
 from agentrl.tasks.grade import grade
 from agentrl.tasks.load import image_folder
 from agentrl.tasks.task import Task
@@ -84,6 +85,7 @@ async def grade_all(
 async def _grade(config: RunConfig, task: Task, provider: SandboxProvider, given: str) -> Graded:
     limit = config.tasks.grade_timeout_s
     image = await asyncio.to_thread(image_folder, config.tasks, task)
+    await extract(task, provider, image=image, timeout_s=limit)
     sandbox = await provider.start(image, owner=f"grade {task.instance_id}")
     try:
         if given == GOLD:

@@ -20,7 +20,7 @@ from agentrl.tasks.frameworks import names_of
 from agentrl.tasks.restore import TMP, put
 
 NAME = "agentrl_report"
-MAX_BYTES = 64 << 20
+MAX_BYTES = 16 << 20
 PLUGIN = r"""
 import os
 

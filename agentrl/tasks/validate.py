@@ -15,6 +15,7 @@ from agentrl.errors import GradingError, TaskError
 from agentrl.sandbox.base import ExecResult, Sandbox, SandboxProvider
 from agentrl.sandbox.lease import sweep
 from agentrl.sandbox.provider import open_provider
+from agentrl.tasks.extract import extract
 from agentrl.tasks.grade import grade
 from agentrl.tasks.images import later_commits
 from agentrl.tasks.load import image_folder
@@ -49,6 +50,7 @@ async def validate_each(
     async def fault(task: Task, provider: SandboxProvider) -> str:
         try:
             image = await asyncio.to_thread(image_folder, config.tasks, task)
+            await extract(task, provider, image=image, timeout_s=limit)
             await validate(task, provider, image=image, timeout_s=limit, repeats=repeats)
         except (TaskError, GradingError) as error:
             return str(error)

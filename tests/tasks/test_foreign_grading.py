@@ -12,6 +12,7 @@ from task_forms import FORMS, PROJECTS, Forms, git
 
 from agentrl.errors import GradingError, TaskError
 from agentrl.sandbox.base import Sandbox, SandboxProvider
+from agentrl.tasks.extract import extract
 from agentrl.tasks.load import load_split
 from agentrl.tasks.patches import from_texts
 from agentrl.tasks.predictions import EMPTY, GOLD, Graded, grade_all, read_predictions, report
@@ -112,6 +113,7 @@ def test_a_right_fix_in_a_messed_up_tree_is_resolved(
     assert verdict.resolved, verdict.log
 
 
+@pytest.mark.slow
 def test_what_the_code_prints_is_no_result_and_a_hang_is_the_policys_doing(
     task: Task, image: Path, forms: Forms
 ) -> None:
@@ -174,6 +176,32 @@ def test_a_repository_that_holds_the_fix_in_a_later_commit_is_refused(
         )
 
 
+def test_a_repository_is_brought_out_of_its_image_with_the_bug_and_without_its_git(
+    forms: Forms, tmp_path: Path
+) -> None:
+    (task,) = load_split(forms.config("swesmith", ADDER), "train")
+    clone = Path(forms.config("swesmith", ADDER).folder) / "repositories/lab__adder"
+    git(tmp_path, "clone", "-q", str(clone), "whole/testbed")
+    made = tmp_path / "made"
+
+    class Elsewhere:
+        """Starts from `whole`, as a container's kind starts from what `made` names."""
+
+        def __init__(self, provider: SandboxProvider) -> None:
+            self.provider = provider
+
+        async def start(self, image: Path, *, owner: str) -> Sandbox:
+            assert image == made
+            return await self.provider.start(tmp_path / "whole", owner=owner)
+
+    forms.with_provider(
+        lambda provider: extract(task, Elsewhere(provider), image=made, timeout_s=60)  # type: ignore[arg-type]
+    )
+    assert (made / "testbed" / ADDER.path).read_text() == ADDER.bad
+    assert git(made / "testbed", "log", "--oneline").count("\n") == 1
+    assert git(made / "testbed", "status", "--short") == ""
+
+
 def harbor_verdict(forms: Forms, tmp_path: Path, script: str, act: str = "true") -> object:
     (task,) = load_split(forms.config("harbor", ADDER), "train")
     assert task.verifier is not None
@@ -183,6 +211,7 @@ def harbor_verdict(forms: Forms, tmp_path: Path, script: str, act: str = "true")
     return forms.graded(mine, image, act, timeout_s=5).resolved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "solved"),
     [

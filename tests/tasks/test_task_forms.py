@@ -176,6 +176,15 @@ def test_an_image_that_cannot_be_made_says_what_to_put_where(tmp_path: Path) -> 
         image_folder(config, task)
 
 
+def test_a_rows_own_image_is_named_to_the_kinds_that_start_from_one(tmp_path: Path) -> None:
+    config = replace(made("swesmith", tmp_path), environment="docker://{image}")
+    (task,) = load_split(config, "train")
+    image = image_folder(config, task)
+    named = "docker://swebench/swesmith.x86_64.lab_1776_adder\n"
+    assert (image / "environment").read_text() == named
+    assert not (image / "testbed").exists()
+
+
 def test_tasks_that_validation_faulted_are_left_out_until_the_file_is_gone(tmp_path: Path) -> None:
     write_form("swesmith", tmp_path, PROJECTS[:2])
     config = TasksConfig(source="swesmith", folder=str(tmp_path))
