@@ -70,10 +70,6 @@ class TasksConfig:
     """Longest a task's tests may run when graded, seconds."""
     test_setup: str = ""
     """Shell text before each row's test command, as `. /opt/miniconda3/bin/activate testbed`."""
-    subset: int = 0
-    """Tasks of a split that are taken, by repository and difficulty, by tasks.seed; 0: all."""
-    test_setup: str = ""
-    """Shell text before each row's test command, as `. /opt/miniconda3/bin/activate testbed`."""
     environment: str = ""
     """What a row's image is to sandbox.kind: `docker://{image}` (apptainer), `{image}` (docker);
     empty: rows' images are not used, and each task's repository is made from its clone."""
