@@ -12,7 +12,7 @@ def wait_s(attempt: int, draw: float) -> float:
 
     Doubles, and is spread over its upper half so that the refused do not come back together.
     """
-    longest = min(FIRST_WAIT_S * 2 ** (attempt - 1), LONGEST_WAIT_S)
+    longest = min(FIRST_WAIT_S * 2.0 ** (attempt - 1), LONGEST_WAIT_S)
     return longest * (0.5 + 0.5 * draw)
 
 

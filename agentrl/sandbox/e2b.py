@@ -141,7 +141,8 @@ class E2BSandbox:
             command = (unpack_it if self._upload else f"cd {TESTBED} && ") + shlex.join(words)
             done = await self._run(command, FILE_TIMEOUT_S)
         except Exception as error:  # the SDK's kinds have no root of their own
-            detail = getattr(error, "stderr", "") or error
+            said = f"{getattr(error, 'stdout', '')}{getattr(error, 'stderr', '')}".strip()
+            detail = f"{error}{said[-300:]}".strip()
             raise SandboxStartError(f"E2B sandbox {self.id}: {detail}") from error
         self._upload = b""
         self._words = [done.stdout.split()[-1], "-I", "-S", "-c", ONCE, code, *self._words]

@@ -383,5 +383,6 @@ def main(argv: list[str]) -> None:
     os.close(silent)
     send([b"ready", how])
     is_init = kind != "host"
-    bounds = {"processes": processes, "cpu_s": cpu_s, "total_mb": total_mb}
-    Executor(is_init=is_init, shell=shell, **bounds).serve()
+    Executor(
+        is_init=is_init, shell=shell, processes=processes, cpu_s=cpu_s, total_mb=total_mb
+    ).serve()

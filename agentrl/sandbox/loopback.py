@@ -20,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
+from aiohttp import BodyPartReader, web
 
 from agentrl.errors import SandboxLost
 from agentrl.sandbox.base import ExecResult, Sandbox, SandboxProvider
@@ -181,8 +181,8 @@ class Service:
         return web.Response(body=data)
 
     async def write(self, request: web.Request) -> web.Response:
-        path = request.query.get("path", "")
-        await self.addressed(request).sandbox.put(path, await request.read())
+        path, sandbox = request.query.get("path", ""), self.addressed(request).sandbox
+        await sandbox.put(path, await uploaded(request))
         return web.json_response([{"name": Path(path).name, "type": "file", "path": path}])
 
     async def run(self, request: web.Request) -> web.StreamResponse:
@@ -224,6 +224,15 @@ class Service:
         return await machine.sandbox.exec(
             f"cd {where} && exec {words}", timeout_s=limit_s, max_bytes=MOST_BYTES, env=env
         )
+
+
+async def uploaded(request: web.Request) -> bytes:
+    """Return the content of the one file that the SDK sends, in a form or as it is."""
+    if not request.content_type.startswith("multipart/"):
+        return await request.read()
+    part = await (await request.multipart()).next()
+    assert isinstance(part, BodyPartReader)
+    return bytes(await part.read(decode=True))
 
 
 def answer(done: ExecResult) -> list[tuple[dict[str, Any], int]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from agentrl.sandbox import lease
 
@@ -23,8 +23,11 @@ class Watched(Protocol):
     def pid(self) -> int: ...
 
 
+W = TypeVar("W", bound=Watched)
+
+
 async def watch(
-    scratches: Mapping[Watched, str], *, limit_mb: int, interval_s: float = INTERVAL_S
+    scratches: Mapping[W, str], *, limit_mb: int, interval_s: float = INTERVAL_S
 ) -> None:
     """Look at every scratch again and again, until cancelled."""
     while True:
