@@ -46,7 +46,6 @@ class Host:
     loop_devices: int
     gpu_memory_mb: int = 0
     """Of one GPU; 0 when none is seen."""
-    e2b_connections: int = 200
     is_root: bool = False
 
 
@@ -205,7 +204,12 @@ def _of_host(config: RunConfig, host: Host) -> Iterator[Cap]:
         fix="raise the hard limit: /etc/security/limits.conf, or LimitNOFILE of slurmd",
     )
     for name, allowed, source, fix in (
-        ("processes", host.processes, "ulimit -u, pids.max of the control group", "raise it"),
+        (
+            "processes",
+            host.processes,
+            "ulimit -u, pids.max of the control group",
+            "nproc in limits.conf, TasksMax of slurmd",
+        ),
         ("process ids", host.process_ids, "kernel.pid_max, kernel.threads-max", "sysctl as root"),
     ):
         yield Cap(
@@ -233,6 +237,16 @@ def _of_host(config: RunConfig, host: Host) -> Iterator[Cap]:
         source="sandbox.memory_mb + sandbox.disk_mb each, of what is free now",
         fix="lower them, or rely on sandboxes that use less; the kernel kills at the real end",
         past="may fail",
+    )
+    yield Cap(
+        name="HTTP connections",
+        allowed=UNBOUNDED,
+        per=1,
+        unit="requests",
+        source="to engines aiohttp's limit is off (its own is 100), E2B_MAX_CONNECTIONS (200) is "
+        "raised to the need",
+        fix="nothing to raise",
+        past="waits",
     )
     yield _run_disk(config, host)
 
@@ -279,14 +293,4 @@ def _of_kind(config: RunConfig, host: Host) -> Iterator[Cap]:
             unit="devices" if host.is_root else "mounts",
             source="max_loop of the module `loop`" if host.is_root else "mount_max of fuse.conf",
             fix="modprobe loop max_loop=…" if host.is_root else "mount_max in /etc/fuse.conf",
-        )
-    if kind == "e2b":
-        yield Cap(
-            name="connections to E2B",
-            allowed=host.e2b_connections * config.rollout.workers,
-            per=1,
-            unit="commands",
-            source="E2B_MAX_CONNECTIONS of each worker, read when the SDK is imported",
-            fix="export E2B_MAX_CONNECTIONS=…; past it, commands wait",
-            past="waits",
         )

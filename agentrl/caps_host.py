@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,7 @@ GPU_TOOLS = (
 )
 
 
-def probe(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Host:
+def probe(config: RunConfig) -> Host:
     """Return what this machine allows now."""
     free_mb = psutil.virtual_memory().available >> 20
     low, high = (int(word) for word in _read("/proc/sys/net/ipv4/ip_local_port_range").split())
@@ -41,7 +41,6 @@ def probe(config: RunConfig, environ: Mapping[str, str] = os.environ) -> Host:
         fuse_mounts=_fuse_mounts(Path("/etc/fuse.conf")),
         loop_devices=_number("/sys/module/loop/parameters/max_loop") or UNBOUNDED,
         gpu_memory_mb=gpu_memory_mb(),
-        e2b_connections=int(environ.get("E2B_MAX_CONNECTIONS", "200")),
         is_root=os.geteuid() == 0,
     )
 

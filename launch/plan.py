@@ -21,6 +21,8 @@ from launch.command import add_config, guard, parse, parser, say
 from slurm.exit_record import DONE, FAILED
 
 SHOWN_AT_START = 4
+PULLS_PER_HOUR = 100
+"""Met by others on one address; Docker Hub changes what it gives."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +34,8 @@ def main(argv: Sequence[str]) -> int:
     given = parse(arguments, argv)
     config = schema.load(given.config, given.overrides)
     caps = caps_of(config, is_here=given.here or not config.cluster.is_slurm)
-    say("\n".join([*lines(caps, wanted(config)), verdict(caps, wanted(config))]))
+    told = [*lines(caps, wanted(config)), verdict(caps, wanted(config)), *pulls(config)]
+    say("\n".join(told))
     is_proved = prove(config) if given.prove else True
     return DONE if is_proved and not shortages(caps, wanted(config)) else FAILED
 
@@ -43,6 +46,19 @@ def caps_of(config: RunConfig, *, is_here: bool) -> list[Cap]:
 
     host = probe(config) if is_here else None
     return find_caps(config, host=host, model=model_shape(Path(config.model.path)))
+
+
+def pulls(config: RunConfig) -> list[str]:
+    """Return a line on the images that tasks name themselves: each is pulled once."""
+    if not config.tasks.environment or config.tasks.source == "repair":
+        return []
+    from agentrl.tasks.load import load_split
+
+    images = {task.image_name for task in load_split(config.tasks, "train")}
+    return [
+        f"{len(images)} images are pulled, each once: {len(images) / PULLS_PER_HOUR:.2f} h at the "
+        f"{PULLS_PER_HOUR} an hour that Docker Hub may give one address; a mirror or login has more"
+    ]
 
 
 def prove(config: RunConfig) -> bool:

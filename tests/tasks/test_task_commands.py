@@ -7,10 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from task_forms import PROJECTS, write_harbor
+from task_forms import PROJECTS, write_form, write_harbor
 
+from agentrl.config import RunConfig, TasksConfig
 from agentrl.errors import ConfigError, TaskError
-from launch import grade, validate
+from launch import grade, plan, validate
 
 SCRIPT = "grep -qF '{good}' /app/{path} && r=1 || r=0\necho $r > /logs/verifier/reward.txt\n"
 needs_bubblewrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap is missing")
@@ -83,3 +84,11 @@ def test_what_is_no_file_of_predictions_is_refused(config: Path, text: str) -> N
     preds.write_text(text)
     with pytest.raises(ConfigError, match="no rows with instance_id and model_patch"):
         grade.main([str(config), str(preds), "--split", "train"])
+
+
+def test_plan_tells_how_long_the_rows_own_images_take_to_pull(tmp_path: Path) -> None:
+    write_form("swebench", tmp_path, PROJECTS[:2])
+    tasks = TasksConfig(source="swebench", folder=str(tmp_path), environment="{image}")
+    (line,) = plan.pulls(RunConfig(tasks=tasks))
+    assert line.startswith("2 images are pulled, each once: 0.02 h")
+    assert plan.pulls(RunConfig()) == []
