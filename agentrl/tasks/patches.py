@@ -12,12 +12,16 @@ from pathlib import Path
 
 from agentrl.errors import TaskError
 
-_PATHS = re.compile(r"^(?:(?:---|\+\+\+) [ab]/|rename (?:from|to) )(.+?)(?:\t.*)?$", re.MULTILINE)
+_PATHS = re.compile(
+    r"^(?:diff --git a/(?P<same>.+) b/(?P=same)"  # an empty file's or a binary one's only line
+    r"|(?:(?:---|\+\+\+) [ab]/|rename (?:from|to) )(?P<one>.+?)(?:\t.*)?)$",
+    re.MULTILINE,
+)
 
 
 def touched(patch: str) -> tuple[str, ...]:
     """Return the paths that a patch changes, makes, removes or renames, in order."""
-    return tuple(dict.fromkeys(_PATHS.findall(patch)))
+    return tuple(dict.fromkeys(found["same"] or found["one"] for found in _PATHS.finditer(patch)))
 
 
 def applied(patch: str, files: Mapping[str, bytes]) -> dict[str, bytes | None]:

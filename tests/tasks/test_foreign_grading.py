@@ -195,7 +195,7 @@ def test_a_repository_is_brought_out_of_its_image_with_the_bug_and_without_its_g
             return await self.provider.start(tmp_path / "whole", owner=owner)
 
     forms.with_provider(
-        lambda provider: extract(task, Elsewhere(provider), image=made, timeout_s=60)  # type: ignore[arg-type]
+        lambda provider: extract(task, Elsewhere(provider), image=made, timeout_s=60)
     )
     assert (made / "testbed" / ADDER.path).read_text() == ADDER.bad
     assert git(made / "testbed", "log", "--oneline").count("\n") == 1

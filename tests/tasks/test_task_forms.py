@@ -240,6 +240,26 @@ def test_a_patch_made_of_texts_applies_and_names_its_files() -> None:
         applied(patch, {"a.py": b"else\n"})
 
 
+def test_a_patch_names_empty_binary_and_renamed_files_too(tmp_path: Path) -> None:
+    git(tmp_path, "init", "-q")
+    for name, data in (("old.py", b"a\n" * 9), ("pic.png", b"\0\1"), ("gone.py", b"x\n")):
+        (tmp_path / name).write_bytes(data)
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-qm", "one")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty/__init__.py").write_text("")
+    (tmp_path / "pic.png").write_bytes(b"\0\2\3")
+    (tmp_path / "gone.py").unlink()
+    (tmp_path / "old.py").rename(tmp_path / "new.py")
+    git(tmp_path, "add", "-A")
+    patch = git(tmp_path, "diff", "--cached", "--binary", "-M")
+    assert set(touched(patch)) == {"empty/__init__.py", "pic.png", "gone.py", "old.py", "new.py"}
+    after = applied(patch, before)
+    assert (after["empty/__init__.py"], after["pic.png"]) == (b"", b"\0\2\3")
+    assert (after["gone.py"], after["old.py"], after["new.py"]) == (None, None, b"a\n" * 9)
+
+
 def test_django_rows_are_run_by_its_own_runner_and_labels(tmp_path: Path) -> None:
     config = made("swebench", tmp_path)
     (row,) = rows_of(config)
