@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from agentrl.config import RunConfig
 from agentrl.config_cluster import ClusterConfig, RoleResources
 from agentrl.errors import ConfigError
+from containers.entering import enter_script
 from launch import submission
 from launch.command import say
+from launch.image_run import container_of
 from launch.run_dir import RunDir
 from slurm import sbatch
 from slurm.files import publish
@@ -18,6 +20,8 @@ from slurm.spec import Component, JobSpec, literal
 
 TEMPLATE = "run.sh.j2"
 SCRIPT = "script.sbatch"
+MARK = "$SLURM_JOB_ID.$SLURM_STEP_ID.$SLURMD_NODENAME"
+"""AGENTRL_ROLE_MARK of a role's step."""
 LOG = "host.log"
 """The batch script's own output, of all lives of the job."""
 
@@ -58,6 +62,7 @@ def show(config: RunConfig) -> int:
 def script_of(config: RunConfig, run: RunDir, number: int, *, began: str) -> str:
     """Return the batch script's text; the same for the same arguments."""
     spec = job_spec(config, run, number)
+    container = container_of(config, run)
     return render(
         TEMPLATE,
         spec,
@@ -66,6 +71,8 @@ def script_of(config: RunConfig, run: RunDir, number: int, *, began: str) -> str
         began=began,
         grace_s=round(config.grace_s),
         python=[sys.executable],
+        mark=MARK,
+        enter=enter_script(container, MARK) if container else "",
         is_chain=config.cluster.requeue == "chain",
         trainer_count=spec.component("trainer").nodes,
         trainer_flags=_flags_of_one_node(spec, "trainer"),

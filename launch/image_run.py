@@ -21,9 +21,10 @@ from containers.entering import Container, link_targets
 from launch.run_dir import RunDir
 
 FILE = "image.json"
-PROOF = "import launch.role, launch.roles, agentrl.training.loop, agentrl.rollout.node"
-"""What every role imports; a library that the image lacks shows here, before anything is queued."""
-PROOF_S = 300.0
+ROLES = "launch.roles"
+IMPORTED = ("agentrl.training.loop", "agentrl.rollout.node")
+"""What our own roles import once they play; a site's own module is imported itself."""
+PROOF_S = 600.0
 
 
 class ImageRecord(msgspec.Struct, kw_only=True, frozen=True):
@@ -117,12 +118,19 @@ def recorded(run: RunDir) -> ImageRecord | None:
         raise RecordError(f"{path}: not readable: {error}; is it edited?") from error
 
 
+def imports_of(config: RunConfig) -> str:
+    """Return the statement that imports what this run's roles import."""
+    roles = config.cluster.environment.get("AGENTRL_ROLES", ROLES)
+    names = ("launch.role", roles, *(IMPORTED if roles == ROLES else ()))
+    return f"import {', '.join(names)}"
+
+
 def prove(config: RunConfig) -> bool:
     """Import in the image what the roles import; return False where no runtime is here to ask.
 
     Raises ImageError in the image's own words.
     """
-    cluster = config.cluster
+    cluster, statement = config.cluster, imports_of(config)
     runtime = shutil.which(cluster.runtime)
     if runtime is None:
         return False
@@ -132,7 +140,7 @@ def prove(config: RunConfig) -> bool:
     words += [f"--env=PYTHONPATH={extra}"] if extra else []
     try:
         done = subprocess.run(
-            [*words, config.image, "python3", "-c", PROOF],
+            [*words, config.image, "python3", "-c", statement],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -147,8 +155,8 @@ def prove(config: RunConfig) -> bool:
         said = [line for line in done.stderr.strip().splitlines() if line.strip()] or ["no word"]
         raise ImageError(
             f"image {config.image}: no role can start in it: {said[-1].strip()} (exit code "
-            f"{done.returncode} of `{PROOF}`); build it again, `agentrl image check {config.image}`"
-            " shows more"
+            f"{done.returncode} of `{statement}`); build it again, "
+            f"`agentrl image check {config.image}` shows more"
         )
     return True
 

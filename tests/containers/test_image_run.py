@@ -15,8 +15,9 @@ from agentrl.config import RunConfig
 from agentrl.config_cluster import ClusterConfig
 from agentrl.errors import ConfigError, ImageError
 from containers import sif
-from launch import image_run
+from launch import cluster_run, image_run
 from launch.run_dir import RunDir, create, settled
+from slurm.render import check_bash
 
 
 @pytest.fixture
@@ -107,3 +108,24 @@ def test_where_no_runtime_is_the_image_counts_as_not_tried(config: RunConfig) ->
     found = image_run.checked(dataclasses.replace(config, cluster=cluster), run_of(config))
     assert found is not None
     assert not found.is_proved
+
+
+def test_the_batch_script_enters_the_image_with_the_role_alone(config: RunConfig) -> None:
+    text = cluster_run.script_of(config, run_of(config), 1, began="started")
+    script = config.run_dir / "script.sbatch"
+    script.parent.mkdir()
+    script.write_text(text)
+    check_bash(script)
+    entering, _, after = text.partition("END_OF_ENTER\n)\n")
+    assert "a.sif" in entering.partition("<<'END_OF_ENTER'")[2]
+    assert "role_python=(python3)" in entering
+    assert "a.sif" not in after
+    bare = cluster_run.script_of(dataclasses.replace(config, image=""), run_of(config), 1, began="")
+    assert 'role_python=("${python[@]}")' in bare
+    assert "apptainer" not in bare
+
+
+def test_a_sites_own_roles_are_what_is_tried(config: RunConfig) -> None:
+    assert image_run.imports_of(config).startswith("import launch.role, launch.roles, agentrl.")
+    config.cluster.environment["AGENTRL_ROLES"] = "their_roles"
+    assert image_run.imports_of(config) == "import launch.role, their_roles"
