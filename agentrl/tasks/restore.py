@@ -2,7 +2,8 @@
 
 Put back are the task's test files (its test patch applied), and each file that steers the runner:
 conftest.py, pytest.ini and the like, modules that would shadow the runner's own. Such a file of the
-agent's own making is removed. What the task's fix itself touches is left to the agent.
+agent's own making is removed, and so is what was compiled of them. What the task's fix itself
+touches is left to the agent. An environment that lies in the repository, as .venv, is not restored.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ async def put_back(sandbox: Sandbox, wanted: Restoration, hidden: Mapping[str, b
     paths = [part.strip("\n").removeprefix("./") for part in found.output.split("\0")]
     planted = [path for path in dict.fromkeys(paths) if path and wanted.is_planted(path)]
     files = {**wanted.settings, **wanted.files, **hidden}
-    for command in _removals((*planted, *wanted.gone, *files)):
+    caches = {str(Path(path).parent / "__pycache__") for path in files}
+    for command in _removals((*planted, *wanted.gone, *files, *sorted(caches))):
         done = await sandbox.exec(command, timeout_s=TIMEOUT_S)
         if done.exit_code:
             return f"cannot restore the tests: {done.output[-300:]}"
