@@ -112,8 +112,8 @@ class _Learner:
             optimizer.step()
         self.step += 1
         self.tokens += batch.real_tokens
-        written = batch.weights == 1.0
-        self.losses.append(float(losses.detach()[written].mean()) if written.any() else 0.0)
+        own = losses.detach()[batch.written]
+        self.losses.append(float(own.mean()) if len(own) else 0.0)
         return self.losses[-1]
 
     def summary(self) -> dict[str, object]:

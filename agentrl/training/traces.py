@@ -37,6 +37,8 @@ class TraceBatch:
     """[N] int64."""
     weights: Tensor
     """[N] float32: 1 where the assistant wrote, else context_weight."""
+    written: Tensor
+    """[N] bool: where the assistant wrote."""
     real_tokens: int
 
 
@@ -81,11 +83,12 @@ def stack(traces: Sequence[Trace], context_weight: float) -> TraceBatch:
     width = max(len(trace.tokens) for trace in traces)
     tokens = torch.zeros((len(traces), width), dtype=torch.int64)
     weights = torch.zeros((len(traces), width))
+    written = torch.zeros((len(traces), width), dtype=torch.bool)
     for row, trace in enumerate(traces):
         length = len(trace.tokens)
         tokens[row, :length] = torch.tensor(trace.tokens, dtype=torch.int64)
-        mask = torch.tensor(trace.loss_mask)
-        weights[row, :length] = torch.where(mask, 1.0, context_weight)
+        written[row, :length] = torch.tensor(trace.loss_mask)
+        weights[row, :length] = torch.where(written[row, :length], 1.0, context_weight)
     weights[:, 0] = 0.0
     chosen = weights.reshape(-1).nonzero().squeeze(1)
     return TraceBatch(
@@ -93,6 +96,7 @@ def stack(traces: Sequence[Trace], context_weight: float) -> TraceBatch:
         source=chosen - 1,
         targets=tokens.reshape(-1)[chosen],
         weights=weights.reshape(-1)[chosen],
+        written=written.reshape(-1)[chosen],
         real_tokens=sum(len(trace.tokens) for trace in traces),
     )
 

@@ -119,6 +119,16 @@ def test_context_tokens_weigh_less_and_with_zero_are_left_out():
     assert without.source.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("weight", [0.0, 0.25, 1.0])
+def test_the_loss_that_is_told_is_of_what_the_assistant_wrote(weight):
+    trace = Trace(
+        tokens=np.array([5, 6, 7, 8], dtype=np.int32),
+        loss_mask=np.array([False, False, True, True]),
+    )
+    batch = stack([trace], weight)
+    assert batch.targets[batch.written].tolist() == [7, 8]
+
+
 def test_padding_changes_no_loss(tiny_model):
     rng = np.random.default_rng(0)
     short, long = (
