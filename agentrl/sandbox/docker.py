@@ -30,6 +30,7 @@ from agentrl.sandbox.single import SingleFlight
 
 log = logging.getLogger(__name__)
 API_TIMEOUT_S = 60
+SPARE_MB = 256
 POOL = 64
 """Connections to the daemon; each attached sandbox holds one of its own beside them."""
 
@@ -101,7 +102,8 @@ class Docker:
             network_mode="none",
             auto_remove=True,
             binds=binds,
-            mem_limit=f"{config.total_memory_mb}m" if config.total_memory_mb else None,
+            # the executor's watch is to come first: the kernel might end the executor itself
+            mem_limit=f"{config.total_memory_mb + SPARE_MB}m" if config.total_memory_mb else None,
             pids_limit=config.processes + 8,
             security_opt=["no-new-privileges"],
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import binascii
 import os
+import select
 import sys
 
 from agentrl.sandbox.confine import set_limits
@@ -40,3 +41,24 @@ def main(argv: list[str]) -> None:
     reply = executor.answer(request)
     os.close(held)
     sys.stdout.write("\n" + binascii.b2a_base64(pack(reply)[4:], newline=False).decode() + "\n")
+    sys.stdout.flush()
+    if executor.leftovers and os.fork() == 0:
+        drain(executor.leftovers)
+
+
+def drain(pipes: list[int]) -> None:
+    """Read on what background children write, who would die of a closed pipe; then leave."""
+    os.setsid()
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in (0, 1, 2):
+        os.dup2(null, standard)
+    poll = select.poll()
+    for pipe in pipes:
+        poll.register(pipe, select.POLLIN)
+    left = set(pipes)
+    while left:
+        for pipe, _ in poll.poll():
+            if not os.read(pipe, 65536):
+                poll.unregister(pipe)
+                left.discard(pipe)
+    os._exit(0)
