@@ -121,7 +121,9 @@ class Apptainer:
             mounts += mount(testbed.resolve(), "/.image", is_read_only=True)
         own = (*self.cgroups, "--overlay", str(scratch / "layer"), "--workdir", f"{scratch}/work")
         by_rlimit = int(os.geteuid() != 0 and kernel() >= UNTIL_RLIMITS_PER_NAMESPACE)
-        inside = first_command(by_rlimit, 0, *bounds(self.config), shell=self.config.shell)
+        # an overlay lets only the files' owner write, and the namespace maps one uid only
+        copy = int(testbed.is_dir() and testbed.stat().st_uid != os.geteuid())
+        inside = first_command(by_rlimit, copy, *bounds(self.config), shell=self.config.shell)
         return Spawn(
             argv=[self.program, "exec", *identity(), *FLAGS, *own, *mounts, environment, *inside],
             env=environ(self.program, scratch / "home") | {lease.MARK: claim.id},

@@ -12,17 +12,20 @@ LAYERS = {"layer": "layer", "testbed-layer": "testbed/upper"}
 """Folder of a saved image → folder of a sandbox's scratch."""
 
 
-def save(scratch: Path, image: Path, to: Path, *, environment: str) -> None:
+def save(scratch: Path, image: Path, to: Path, *, environment: str, how: str) -> None:
     """Make the image folder `to` of a sandbox over `image` whose processes are stopped.
 
-    Files that were deleted stay so: the markers of both layers are copied with them.
+    how: the way its testbed was laid. Files that were deleted stay so: the markers of layers are
+    copied with them.
     """
     to.mkdir(parents=True)
     (to / "environment").write_text(f"{environment}\n")
-    if (image / "testbed").is_dir():
+    copy(scratch / "layer", to / "layer")
+    if how == "copy":
+        copy(scratch / "testbed/upper", to / "testbed")
+    elif how == "overlay":
         (to / "testbed").symlink_to((image / "testbed").resolve())
-    for name, folder in LAYERS.items():
-        copy(scratch / folder, to / name)
+        copy(scratch / "testbed/upper", to / "testbed-layer")
 
 
 def restore(image: Path, scratch: Path) -> None:

@@ -193,7 +193,7 @@ def test_an_ordinary_user_has_a_sif_and_leaves_no_fuse_process(
     done = as_nobody(ORDINARY, *words)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "overlay ['one', '0', 'CapEff:', '0000000000000000'] fuse",
+        "copy ['one', '0', 'CapEff:', '0000000000000000'] fuse",
         "closed 0 []",
         "killed 0 [] ['leases']",
     ], done.stdout + done.stderr
@@ -207,9 +207,10 @@ def test_a_sandbox_goes_on_from_a_saved_one(apptainer: Any, tmp_path: Path) -> N
         await first.stop_processes()
         (scratch,) = sandbox_scratch(apptainer)
         environment = apptainer.config.environment
-        save(Path(scratch), apptainer.image, tmp_path / "saved", environment=environment)
+        saved = tmp_path / "saved"
+        save(Path(scratch), apptainer.image, saved, environment=environment, how=first.how)
         await first.close()
-        again = await provider.start(tmp_path / "saved", owner="0/0/1")
+        again = await provider.start(saved, owner="0/0/1")
         return str((await again.exec("ls; cat b.txt /usr/bin/new", timeout_s=30)).output)
 
     assert apptainer.provider(body) == "a.txt\nb.txt\nlink\nkept\ntool\n"

@@ -113,18 +113,20 @@ def test_one_process_makes_a_thing_once_and_tries_again_after_a_failure() -> Non
     assert len(tries) == 2
 
 
-def test_a_saved_layer_comes_back_with_what_it_hides(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["overlay", "copy"])
+def test_what_a_sandbox_wrote_comes_back_from_what_was_saved(how: str, tmp_path: Path) -> None:
     scratch, image = tmp_path / "scratch", tmp_path / "image"
     (image / "testbed").mkdir(parents=True)
     for name in ("layer/upper/usr", "testbed/upper"):
         (scratch / name).mkdir(parents=True)
     (scratch / "layer/upper/usr/new").write_text("new\n")
     (scratch / "testbed/upper/a.txt").symlink_to("b.txt")
-    save(scratch, image, tmp_path / "saved", environment="/env.sif")
+    save(scratch, image, tmp_path / "saved", environment="/env.sif", how=how)
     fresh = tmp_path / "fresh"
     for name in ("layer", "testbed/upper"):
         (fresh / name).mkdir(parents=True)
     restore(tmp_path / "saved", fresh)
     assert (fresh / "layer/upper/usr/new").read_text() == "new\n"
-    assert os.readlink(fresh / "testbed/upper/a.txt") == "b.txt"
+    laid = {"overlay": fresh / "testbed/upper", "copy": tmp_path / "saved/testbed"}[how]
+    assert os.readlink(laid / "a.txt") == "b.txt"
     assert (tmp_path / "saved/environment").read_text() == "/env.sif\n"
