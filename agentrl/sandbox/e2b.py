@@ -15,6 +15,7 @@ import shlex
 import tarfile
 import uuid
 from collections.abc import Awaitable, Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,9 @@ class E2B:
         self.config = config
         self._sdk = open_sdk(Limits.derive(concurrency).connections)
         self._options = {"domain": config.e2b_domain} if config.e2b_domain else {}
+        # an older SDK knows no keys: a create that is asked twice may then leave a second sandbox,
+        # which no heartbeat renews
+        self._has_keys = "idempotency_key" in signature(self._sdk.AsyncSandbox.create).parameters
         self._unwanted: set[asyncio.Task[None]] = set()
 
     def scratch(self, claim: lease.Lease) -> str:
@@ -84,6 +88,7 @@ class E2B:
     async def _create(self, template: str, claim: lease.Lease) -> Any:
         """Ask again under one idempotency key until the provider's deadline cancels this."""
         attempt = 0
+        key = {"idempotency_key": claim.id} if self._has_keys else {}
         while True:
             try:
                 return await self._sdk.AsyncSandbox.create(
@@ -92,7 +97,7 @@ class E2B:
                     metadata={lease.LABEL: claim.id, "agentrl_run": claim.run},
                     envs=VARIABLES,
                     allow_internet_access=False,
-                    idempotency_key=claim.id,
+                    **key,
                     **self._options,
                 )
             except Exception as error:  # the SDK's kinds have no root of their own

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import Box, needs_apptainer
+from boxes import Box, needs_apptainer
 from users import NOBODY, as_nobody
 
 from agentrl.config import SandboxConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Box, needs_docker
+from boxes import Box, needs_docker
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxStartError, SandboxUnavailable

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_E2B, Box
+from boxes import NO_E2B, Box
 from hypothesis import given
 from hypothesis import strategies as st
 
