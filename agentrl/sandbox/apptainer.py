@@ -41,6 +41,7 @@ FLAGS = (
     *("--no-mount", "sys,bind-paths,hostfs,cwd", "--net", "--network", "none"),
 )
 PROBE_TIMEOUT_S = 120
+SPARE_MB, SPARE_PROCESSES = 256, 8
 REGISTRY = "docker://"
 
 
@@ -184,7 +185,8 @@ def probe(program: str, environment: str) -> None:
 @functools.cache
 def cgroup_flags(program: str, environment: str, total_mb: int, most: int) -> tuple[str, ...]:
     """Return the flags that bound a sandbox by a cgroup, or none where the site forbids them."""
-    flags = ("--memory", f"{total_mb}M", "--pids-limit", str(most + 2))
+    # the executor's watch is to come first: the kernel might end the executor itself
+    flags = ("--memory", f"{total_mb + SPARE_MB}M", "--pids-limit", str(most + SPARE_PROCESSES))
     done = try_out(program, environment, *flags)
     if done.returncode:
         log.info("no cgroups for sandboxes here: %s", done.stderr.strip()[-300:])

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from agentrl.errors import SandboxUnavailable
+from agentrl.sandbox import cgroups
 
 log = logging.getLogger(__name__)
 MARK = "AGENTRL_LEASE"
@@ -147,6 +148,7 @@ def sweep_scratch(parent: Path) -> list[str]:
         elif not _is_claimed(lease):
             ended = end_here(replace(lease, scratch=str(folder)))
             removed.append(f"{lease.owner} of run {lease.run}: {ended} processes ended ({folder})")
+    cgroups.remove_dead()
     return removed
 
 

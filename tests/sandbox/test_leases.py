@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from agentrl.config import SandboxConfig
-from agentrl.sandbox import lease
+from agentrl.sandbox import cgroups, lease
 from agentrl.sandbox.base import SandboxProvider
 from agentrl.sandbox.provider import open_provider
 
@@ -206,3 +206,10 @@ def test_the_process_kind_keeps_what_is_put_in_tmp_to_itself(box: Any) -> None:
 
     assert box.run(body) == "1"
     assert not Path("/tmp/agentrl-test").exists()
+
+
+def test_control_groups_of_dead_processes_are_removed(tmp_path: Path) -> None:
+    for name in ("memory/apptainer/999999999", f"memory/apptainer/{os.getpid()}", "pids/other/1"):
+        (tmp_path / name).mkdir(parents=True)
+    assert cgroups.remove_dead(tmp_path) == 1
+    assert [path.name for path in tmp_path.glob("*/apptainer/*")] == [str(os.getpid())]
