@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 from contextlib import contextmanager
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -11,9 +15,13 @@ import zmq
 from agentrl.errors import HandoffError
 from agentrl.events import NoEvents
 from agentrl.handoff import socket_keys
+from agentrl.handoff.parquet import encode_group
 from agentrl.handoff.socket_receiver import SocketReceiver
 from agentrl.handoff.socket_sender import SocketSender
 from agentrl.handoff.socket_wire import Answer, find_endpoint
+from agentrl.handoff.spool import list_spool
+
+HEADER = {"run": "demo", "attempt": 1, "node": 0, "draw": 7}
 
 
 class ListedEvents(NoEvents):
@@ -93,3 +101,26 @@ def ask(socket, header, body):
     """Send one message; return the answer."""
     socket.send_multipart([msgspec.json.encode(header), body])
     return msgspec.json.decode(socket.recv(), type=Answer)
+
+
+def bytes_of(made):
+    return b"".join(encode_group(made))
+
+
+def draws(folder):
+    return list(list_spool(folder / "spool"))
+
+
+@contextmanager
+def process(folder, *words):
+    """A receiver in a process of its own, which may be killed."""
+    script = Path(__file__).with_name("killed_receiver.py")
+    running = subprocess.Popen(
+        [sys.executable, script, folder, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert running.stdout.readline() == b"open\n"
+        yield running
+    finally:
+        running.send_signal(signal.SIGCONT)
+        running.communicate()
