@@ -97,6 +97,8 @@ def summarize(
         "attempts": settings["attempts"],
         "pass_at": _pass_at(attempts, solved, clusters, settings),
         "per_task": shares,
+        "repository": {task.instance_id: task.repo for task in tasks if task.repo},
+        "difficulty": {task.instance_id: task.difficulty for task in tasks if task.difficulty},
         "clusters": {task.instance_id: name for task, name in zip(tasks, clusters, strict=True)},
         "causes": dict(causes.most_common()),
         "ungraded": int(sum(len(group.trajectories) for group in groups) - attempts.sum()),

@@ -40,6 +40,8 @@ class Evaluation:
     """Task → share of its graded attempts that solved it."""
     clusters: dict[str, str]
     """Task → what the bootstrap draws together with it."""
+    repository: dict[str, str]
+    """Task → what it is of; empty where the summary does not say."""
     difficulty: dict[str, str]
     """Task → how hard it is said to be; empty where the summary does not say."""
     causes: dict[str, int]
@@ -71,6 +73,7 @@ def read_evaluation(path: Path) -> Evaluation:
         },
         per_task=found.per_task,
         clusters=found.clusters,
+        repository=found.repository,
         difficulty=found.difficulty,
         causes=found.causes,
         seconds=found.seconds,
@@ -87,6 +90,7 @@ class _Summary(msgspec.Struct, frozen=True):
     pass_at: dict[str, dict[str, float]] = {}
     per_task: dict[str, float] = {}
     clusters: dict[str, str] = {}
+    repository: dict[str, str] = {}
     difficulty: dict[str, str] = {}
     causes: dict[str, int] = {}
     seconds: float = 0.0

@@ -2,8 +2,8 @@
 
 The rate of a group is the mean over its tasks of the share of attempts that solved them; its
 interval is that mean's bootstrap over tasks (`agentrl.estimators.cluster_mean`, seed 0). A task's
-repository is what its id says before `__` (SWE-bench's way) or `/`; its difficulty is what the
-evaluation's summary says of it.
+repository and difficulty are what the evaluation's summary says; without it the repository is what
+the task's id says before `__` (SWE-bench's way) or `/`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class Row:
 def table(run: Run) -> list[Row]:
     rows: list[Row] = []
     for each in run.evaluations:
-        rows += _rows(each, "repository", {task: _repository(task) for task in each.per_task})
+        told = {task: _repository(task) for task in each.per_task} | each.repository
+        rows += _rows(each, "repository", told)
         rows += _rows(each, "difficulty", each.difficulty)
     return rows
 

@@ -73,6 +73,7 @@ def _evaluation(name: str, shares: Mapping[str, float], causes: dict[str, int]) 
         pass_at=pass_at,
         per_task=dict(shares),
         clusters=dict(zip(tasks, repositories, strict=True)),
+        repository=dict(zip(tasks, repositories, strict=True)),
         difficulty={},
         causes=causes,
         seconds=0.0,

@@ -156,10 +156,12 @@ def test_queue_and_cache_use_come_from_engine_metrics(tmp_path: Path) -> None:
     assert throughput.tokens_per_s(rows) == pytest.approx(200)
 
 
-def test_difficulties_are_told_apart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("by", ["repository", "difficulty"])
+def test_repositories_and_difficulties_are_told_apart(tmp_path: Path, by: str) -> None:
     out = write_summary(tmp_path, "rl", "held_out", 1.0, [[True], [True], [False]])
     found = json.loads((out / "summary.json").read_text())
-    found["difficulty"] = {"t0": "easy", "t1": "easy", "t2": "hard"}
+    found.pop("difficulty", None)
+    found[by] = {"t0": "easy", "t1": "easy", "t2": "hard"}
     (out / "summary.json").write_text(json.dumps(found))
     rows = {row.group: (row.value, row.tasks) for row in solve_groups.table(load_run(tmp_path))}
     assert rows == {"easy": (1.0, 2), "hard": (0.0, 1)}

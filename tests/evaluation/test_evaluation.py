@@ -38,6 +38,8 @@ def test_an_evaluation_counts_what_the_tests_decided(tmp_path):
     assert list(found["pass_at"]) == ["1", "2", "4"]
     assert found["per_task"] == {f"task-{number}": float(number % 2 == 0) for number in range(6)}
     assert found["causes"] == {"submitted": 24}
+    assert set(found["repository"].values()) == {"r"}
+    assert not found["difficulty"]
     ids = {event.trajectory for event in made.events.of(TrajectoryEvent)}
     assert "task-3/2/0" in ids
     json.dumps(found, allow_nan=False)
