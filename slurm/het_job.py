@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
@@ -15,12 +14,10 @@ from submitit.core import core, utils
 
 from agentrl.errors import QueryError
 from slurm import sbatch, states
-from slurm.files import listed
+from slurm.outcomes import Outcomes, Task, joined, tail
 from slurm.states import JobState
-from slurm.task import Submission, result_path
+from slurm.task import Submission
 
-Task = tuple[str, int]
-"""A role and a task of it, from 0 in each role."""
 POLL_S = 0.5
 DELAY_S = 30
 """Longest between two questions to Slurm while a job is waited for; they begin at 2 s."""
@@ -91,8 +88,8 @@ class HetSlurmJob(core.Job[Any]):
         watcher: HetInfoWatcher | None = None,
     ) -> None:
         """folder: this job's own, which holds its submission, script, logs and results."""
-        self._submission = submission
         self._folder = Path(folder)
+        self._left = Outcomes(folder=self._folder, submission=submission)
         self._watcher = watcher or HetInfoWatcher()
         super().__init__(folder, job_id)
 
@@ -114,11 +111,11 @@ class HetSlurmJob(core.Job[Any]):
     @property
     def roles(self) -> dict[str, int]:
         """Tasks by role."""
-        return {role: spec.nodes for role, spec in self._submission.roles.items()}
+        return self._left.roles
 
     @property
     def tasks(self) -> list[Task]:
-        return [(role, task) for role, tasks in self.roles.items() for task in range(tasks)]
+        return self._left.tasks
 
     @property
     def num_tasks(self) -> int:
@@ -140,7 +137,7 @@ class HetSlurmJob(core.Job[Any]):
         """Put the whole job back into the queue; its functions are called anew."""
         sbatch.requeue(self.job_id)
         for task in self.tasks:
-            self._result_path(*task).unlink(missing_ok=True)
+            self._left.path(task).unlink(missing_ok=True)
         self.watcher.clear()
         self.watcher.register_job(self.job_id)
 
@@ -184,18 +181,14 @@ class HetSlurmJob(core.Job[Any]):
     def states(self) -> dict[Task, str]:
         """Return the state of each task: what its result says, else the job's."""
         state = self.state
-        outcomes = {task: self._outcome(*task)[0] for task in self.tasks}
-        words = {"success": "COMPLETED", "error": "FAILED"}
-        return {task: words.get(outcome, state) for task, outcome in outcomes.items()}
+        return {task: self._left.state(task, state) for task in self.tasks}
 
     def _state(self, mode: str) -> str:
         state = self.watcher.get_state(self.job_id, mode)
         if state != "UNKNOWN" or not self.watcher.is_over(self.job_id):
             return state
-        outcomes = {self._outcome(*task)[0] for task in self.tasks}
-        if "error" in outcomes:
-            return "FAILED"
-        return "COMPLETED" if outcomes == {"success"} else "UNKNOWN"
+        found = {self._left.state(task, "UNKNOWN") for task in self.tasks}
+        return next(word for word in ("FAILED", "UNKNOWN", "COMPLETED") if word in found)
 
     @property
     def _slurm_state(self) -> str:
@@ -208,12 +201,7 @@ class HetSlurmJob(core.Job[Any]):
 
         Raises the first role's FailedJobError (its traceback) or UncompletedJobError (no result).
         """
-        for error in self.exceptions().values():
-            raise error
-        return {
-            role: [self._outcome(role, task)[1] for task in range(tasks)]
-            for role, tasks in self.roles.items()
-        }
+        return self._left.results(self.exceptions())
 
     def result(self) -> dict[str, list[Any]]:
         return self.results()
@@ -221,8 +209,7 @@ class HetSlurmJob(core.Job[Any]):
     def exceptions(self) -> dict[Task, utils.UncompletedJobError]:
         """Wait, and return the errors by role and task; empty when all went well."""
         self.wait()
-        errors = {task: self._error(*task) for task in self.tasks}
-        return {task: error for task, error in errors.items() if error is not None}
+        return self._left.errors(self.job_id, self._unfinished)
 
     def exception(self) -> utils.UncompletedJobError | None:
         """Wait, and return the first error in the order of the roles, or None."""
@@ -241,42 +228,26 @@ class HetSlurmJob(core.Job[Any]):
 
     def batch_log(self) -> str:
         """Return what the batch script and its sruns have said."""
-        path = self._folder / "batch.log"
-        return path.read_text(errors="replace") if listed(path) else ""
+        return joined([self._batch_log]) or ""
+
+    @property
+    def _batch_log(self) -> Path:
+        return self._folder / "batch.log"
 
     def _log(self, stream: str, role: str | None, task: int) -> str | None:
         tasks = self.tasks if role is None else [(role, task)]
-        paths = [self.log_path(*one, stream) for one in tasks]
-        texts = [path.read_text(errors="replace") for path in paths if listed(path)]
-        return "\n".join(texts) if texts else None
+        return joined(self.log_path(*one, stream) for one in tasks)
 
     def _missing(self) -> list[Task]:
         names = set(os.listdir(self._folder))
-        return [task for task in self.tasks if self._result_path(*task).name not in names]
+        return [task for task in self.tasks if self._left.path(task).name not in names]
 
-    def _outcome(self, role: str, task: int) -> tuple[str, Any]:
-        path = self._result_path(role, task)
-        if not listed(path):
-            return "none", None
-        outcome, value = json.loads(path.read_bytes())
-        return outcome, value
-
-    def _error(self, role: str, task: int) -> utils.UncompletedJobError | None:
-        outcome, value = self._outcome(role, task)
-        if outcome == "success":
-            return None
-        where = f"job {self.job_id}, {role} task {task}"
-        if outcome == "error":
-            return utils.FailedJobError(f"{where} failed:\n{value}")
-        own = (self.stderr(role, task) or "")[-2000:]
-        return utils.UncompletedJobError(
-            f"{where} left no result (state {self._slurm_state}); "
-            f"its log {self.log_path(role, task, 'err')} ends:\n{own}\n"
-            f"the batch script's, {self._folder / 'batch.log'}, ends:\n{self.batch_log()[-2000:]}"
+    def _unfinished(self, task: Task) -> str:
+        log = self.log_path(*task, "err")
+        return (
+            f"state {self._slurm_state}; its log {log} ends:\n{tail(log)}\n"
+            f"the batch script's, {self._batch_log}, ends:\n{tail(self._batch_log)}"
         )
-
-    def _result_path(self, role: str, task: int) -> Path:
-        return result_path(self._folder, self._submission.job_id, role, task)
 
     def _register_in_watcher(self) -> None:
         self.watcher.register_job(self.job_id)

@@ -16,7 +16,6 @@ HetSlurmExecutor is the sibling with the same job interface.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -31,21 +30,20 @@ import msgspec
 from submitit.core import core, utils
 
 from agentrl.errors import LaunchError
-from slurm.files import listed, publish
+from slurm.files import publish
+from slurm.outcomes import Outcomes, Task, joined, tail
 from slurm.reference import refer
 from slurm.states import worst
-from slurm.task import KILL_NOW, MARK, RoleSpec, Submission, kill_marked, result_path
+from slurm.task import KILL_NOW, MARK, RoleSpec, Submission, kill_marked
 
 KILL_WAIT_S = 10.0
-Task = tuple[str, int]
-"""A role and a node of it."""
 
 
 class HetLocalJob(core.Job[Any]):
     """A job whose results, errors and logs come by role."""
 
     def __init__(self, folder: Path, submission: Submission, logs: Path | None = None) -> None:
-        self._submission = submission
+        self._left = Outcomes(folder=Path(folder), submission=submission)
         self._logs = logs
         self._processes: dict[Task, subprocess.Popen[bytes]] = {}
         self._marks: dict[Task, str] = {}
@@ -62,11 +60,11 @@ class HetLocalJob(core.Job[Any]):
     @property
     def roles(self) -> dict[str, int]:
         """Nodes by role."""
-        return {role: spec.nodes for role, spec in self._submission.roles.items()}
+        return self._left.roles
 
     @property
     def tasks(self) -> list[Task]:
-        return [(role, node) for role, nodes in self.roles.items() for node in range(nodes)]
+        return self._left.tasks
 
     @property
     def num_tasks(self) -> int:
@@ -79,7 +77,7 @@ class HetLocalJob(core.Job[Any]):
         task = (role, node)
         if task in self._processes and self._processes[task].poll() is None:
             raise LaunchError(f"{role} on node {node} still runs; wait for its end first")
-        result_path(self._folder, self.job_id, role, node).unlink(missing_ok=True)
+        self._left.path(task).unlink(missing_ok=True)
         out, err = self.log_path(role, node, "out"), self.log_path(role, node, "err")
         out.parent.mkdir(parents=True, exist_ok=True)
         self._marks[task] = uuid.uuid4().hex
@@ -177,8 +175,7 @@ class HetLocalJob(core.Job[Any]):
     def _state(self, task: Task) -> str:
         process = self._processes.get(task)
         if process is None:
-            outcome = self._outcome(*task)
-            return {"success": "COMPLETED", "error": "FAILED"}.get(outcome[0], "UNKNOWN")
+            return self._left.state(task, "UNKNOWN")
         code = process.poll()
         if code is None:
             return "RUNNING"
@@ -193,13 +190,7 @@ class HetLocalJob(core.Job[Any]):
 
         Raises the first role's FailedJobError (its traceback) or UncompletedJobError (no result).
         """
-        self.wait()
-        for error in self.exceptions().values():
-            raise error
-        return {
-            role: [self._outcome(role, node)[1] for node in range(nodes)]
-            for role, nodes in self.roles.items()
-        }
+        return self._left.results(self.exceptions())
 
     def result(self) -> dict[str, list[Any]]:
         return self.results()
@@ -207,8 +198,7 @@ class HetLocalJob(core.Job[Any]):
     def exceptions(self) -> dict[Task, utils.UncompletedJobError]:
         """Wait, and return the errors by role and node; empty when all went well."""
         self.wait()
-        errors = {task: self._error(*task) for task in self.tasks}
-        return {task: error for task, error in errors.items() if error is not None}
+        return self._left.errors(self.job_id, self._unfinished)
 
     def exception(self) -> utils.UncompletedJobError | None:
         """Wait, and return the first error in the order of the roles, or None."""
@@ -216,7 +206,7 @@ class HetLocalJob(core.Job[Any]):
 
     def answer(self, role: str, node: int = 0) -> dict[str, Any]:
         """Return one task's result without waiting, if it is a dict; else an empty one."""
-        outcome, value = self._outcome(role, node)
+        outcome, value = self._left.of((role, node))
         return value if outcome == "success" and isinstance(value, dict) else {}
 
     def log_path(self, role: str, node: int = 0, stream: str = "out") -> Path:
@@ -234,30 +224,12 @@ class HetLocalJob(core.Job[Any]):
 
     def _log(self, stream: str, role: str | None, node: int) -> str | None:
         tasks = self.tasks if role is None else [(role, node)]
-        paths = [self.log_path(*task, stream) for task in tasks]
-        texts = [path.read_text(errors="replace") for path in paths if path.is_file()]
-        return "\n".join(texts) if texts else None
+        return joined(self.log_path(*task, stream) for task in tasks)
 
-    def _outcome(self, role: str, node: int) -> tuple[str, Any]:
-        path = result_path(self._folder, self.job_id, role, node)
-        if not listed(path):
-            return "none", None
-        outcome, value = json.loads(path.read_bytes())
-        return outcome, value
-
-    def _error(self, role: str, node: int) -> utils.UncompletedJobError | None:
-        outcome, value = self._outcome(role, node)
-        if outcome == "success":
-            return None
-        where = f"job {self.job_id}, {role} on node {node}"
-        if outcome == "error":
-            return utils.FailedJobError(f"{where} failed:\n{value}")
-        code = self._processes[role, node].poll() if (role, node) in self._processes else None
-        tail = (self.stderr(role, node) or "")[-2000:]
-        return utils.UncompletedJobError(
-            f"{where} left no result (state {self._state((role, node))}, exit code {code}); "
-            f"its log {self.log_path(role, node, 'err')} ends:\n{tail}"
-        )
+    def _unfinished(self, task: Task) -> str:
+        code = self._processes[task].poll() if task in self._processes else None
+        log = self.log_path(*task, "err")
+        return f"state {self._state(task)}, exit code {code}; its log {log} ends:\n{tail(log)}"
 
     @property
     def _submission_path(self) -> Path:

@@ -248,6 +248,6 @@ def test_an_error_without_a_result_quotes_both_logs(job: HetSlurmJob, fake_progr
     job.log_path("trainer", 0, "err").write_text("out of luck")
     (job.folder / "batch.log").write_text("srun: error: Node failure on a")
     said = str(job.exceptions()["trainer", 0])
-    assert "(state NODE_FAIL)" in said
+    assert "left no result: state NODE_FAIL;" in said
     assert "out of luck" in said
     assert "Node failure on a" in said
