@@ -87,7 +87,7 @@ class NodeSuspect(Event, tag="node_suspect", frozen=True):
 class VersionEvent(Event, tag="version", frozen=True):
     version: int
     phase: str
-    """`published` (trainer), `proved` (one engine) or `refused`."""
+    """`published`, `pushed` or `push_failed` (trainer), `proved` (one engine) or `refused`."""
     engine: str = ""
     size: int = 0
     """Bytes."""
@@ -182,6 +182,12 @@ class Network(Event, tag="network", frozen=True):
     node: str
     interface: str
     address: str
+    subnet: str = ""
+    why: str = ""
+    """What put it before the other networks."""
+    proof: str = ""
+    problem: str = ""
+    """Where a log of NCCL departs from this plan; empty when a role begins on it."""
 
 
 class Drop(Event, tag="drop", frozen=True):

@@ -20,13 +20,12 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -37,10 +36,10 @@ from rich.table import Table
 from agentrl import events
 from agentrl.errors import AgentRLError
 from agentrl.handoff.publish import publish_json
-from benchmarks.tiny_run import model_of, prepared
+from benchmarks.tiny_run import model_of, prepared, roles_of
 from launch.progress import EventTail
 from launch.run_dir import RunDir, launcher_of
-from slurm import proof
+from slurm import network
 from slurm.lab import Lab
 from slurm.lab_process import wait_for
 
@@ -49,7 +48,6 @@ RESULT = Path(__file__).parent / "results" / "recovery.json"
 LIMIT_S = 150.0
 """Longest wait for a run's first steps, and for its way out of a fault."""
 STEPS_BETWEEN = 2
-POLL_S = 0.2
 DOWN_S = 5.0
 OVERRIDES = (
     "cluster=lab",
@@ -100,7 +98,7 @@ class Victim:
     @property
     def inference_nodes(self) -> list[str]:
         """Slurm's names of those that the newest launch attempt has."""
-        plan = proof.read(self.run.attempt(self.run.attempts()[-1]))
+        plan = network.read(self.run.attempt(self.run.attempts()[-1]))
         return sorted(set(plan.nodes) - {plan.trainer})
 
     def agentrl(self, *words: str) -> None:
@@ -123,7 +121,7 @@ class Victim:
             self.look()
             return claim()
 
-        return wait_for(looked, self.limit_s, what, every_s=POLL_S)
+        return wait_for(looked, self.limit_s, what)
 
     def began(self, number: int) -> float | None:
         """Return when a launch attempt began; None before."""
@@ -145,11 +143,8 @@ class Victim:
 
     def kill(self, role: str) -> None:
         """SIGKILL the role, as the kernel does when memory runs out."""
-        for entry in Path("/proc").iterdir():
-            words = _command_line(entry)
-            if "launch.role" in words and role in words and str(self.run.path) in words:
-                with suppress(ProcessLookupError):  # the end of one takes others along
-                    os.kill(int(entry.name), signal.SIGKILL)
+        for one in roles_of(self.run.path, role):
+            one.kill()
 
     def has_left(self) -> bool:
         asked = ["squeue", "--noheader", f"--jobs={self.job}"]
@@ -302,7 +297,7 @@ def main() -> int:
     arguments.add_argument("--limit-s", type=float, default=LIMIT_S, help="longest wait for a step")
     arguments.add_argument("--out", type=Path, default=RESULT)
     given = arguments.parse_args()
-    result = machine()
+    result = machine("recovery")
     rows: list[Row] = []
     with ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery")))
@@ -330,14 +325,14 @@ def kept(given: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, objec
     return [by_fault[fault] for fault in FAULTS if fault in by_fault]
 
 
-def machine() -> dict[str, object]:
+def machine(benchmark: str) -> dict[str, object]:
     """Return what the figures depend on."""
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     commit = subprocess.run(git, check=False, capture_output=True, text=True).stdout.strip()
     said = subprocess.run(["sbatch", "--version"], check=False, capture_output=True, text=True)
     return {
-        "benchmark": "recovery",
-        "command": f"python -m benchmarks.recovery {' '.join(sys.argv[1:])}".strip(),
+        "benchmark": benchmark,
+        "command": f"python -m benchmarks.{benchmark} {' '.join(sys.argv[1:])}".strip(),
         "date": time.strftime("%Y-%m-%d"),
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -357,13 +352,6 @@ def table(rows: Sequence[Row]) -> Table:
     for row in rows:
         made.add_row(*("" if value is None else str(value) for value in asdict(row).values()))
     return made
-
-
-def _command_line(entry: Path) -> list[str]:
-    try:
-        return (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return []
 
 
 if __name__ == "__main__":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
+
 from launch.cli import main as agentrl
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,18 @@ def prepared(work: Path) -> Path:
 
 def model_of(config: Path) -> Path:
     return config.parent / "runs" / "tiny" / "sft" / "model"
+
+
+def roles_of(run: Path, role: str = "") -> list[psutil.Process]:
+    """Return the running roles of a run, of one role or of both; each one's parent keeps it."""
+    found = []
+    for one in psutil.process_iter(["cmdline"]):
+        words = one.info["cmdline"] or []
+        if "launch.role" in words and str(run) in words and role in ("", *words):
+            parent = one.parent()
+            if parent is not None and parent.cmdline() == words and words[0] != "srun":
+                found.append(one)
+    return found
 
 
 def _agentrl(command: str, config: Path) -> None:

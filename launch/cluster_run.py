@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 
 from agentrl.config import RunConfig
 from agentrl.config_cluster import ClusterConfig, RoleResources
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, SubmitError
 from containers.entering import enter_script
 from launch import submission
 from launch.command import say
 from launch.image_run import container_of
 from launch.run_dir import RunDir
+from launch.suspects import suspects
 from slurm import sbatch
 from slurm.files import publish
 from slurm.render import check_bash, render, srun_flags
 from slurm.spec import Component, JobSpec, literal
 
 TEMPLATE = "run.sh.j2"
-SCRIPT = "script.sbatch"
+SCRIPT, DRAFT = "script.sbatch", "draft.sbatch"
 MARK = "$SLURM_JOB_ID.$SLURM_STEP_ID.$SLURMD_NODENAME"
 """AGENTRL_ROLE_MARK of a role's step."""
 LOG = "host.log"
 """The batch script's own output, of all lives of the job."""
+log = logging.getLogger(__name__)
 
 
 def launch(run: RunDir, argv: Sequence[str], *, began: str) -> None:
@@ -36,7 +39,8 @@ def launch(run: RunDir, argv: Sequence[str], *, began: str) -> None:
     number = submission.next_number(run)
     folder = submission.folder_of(run, number)
     script = folder / SCRIPT
-    publish(script, script_of(config, run, number, began=began).encode())
+    hosts = avoidable(config, run, number)
+    publish(script, script_of(config, run, number, began=began, avoid=hosts).encode())
     check_bash(script)
     sbatch.test_only(script)
     run.stop_file.unlink(missing_ok=True)
@@ -59,9 +63,51 @@ def show(config: RunConfig) -> int:
     return 0
 
 
-def script_of(config: RunConfig, run: RunDir, number: int, *, began: str) -> str:
-    """Return the batch script's text; the same for the same arguments."""
-    spec = job_spec(config, run, number)
+def avoidable(config: RunConfig, run: RunDir, number: int) -> list[str]:
+    """Return the suspect nodes that the job can do without, as Slurm itself says; all or none."""
+    found = suspects(run)
+    if not found:
+        return []
+    hosts = [one.host for one in found]
+    draft = submission.folder_of(run, number) / DRAFT
+    publish(draft, script_of(config, run, number, began="", avoid=hosts).encode())
+    try:
+        sbatch.test_only(draft)
+    except SubmitError as error:
+        log.warning("not staying away from %s: %s", ", ".join(hosts), error)
+        return []
+    finally:
+        draft.unlink()
+    for one in found:
+        log.warning(
+            "staying away from %s: %s; %s", one.host, one.reason, f"remove {one.file} to use it"
+        )
+    return hosts
+
+
+def exclusions(config: RunConfig, run: RunDir, number: int) -> list[str]:
+    """Return what each component, as Slurm sees them, is to be kept from; nothing without suspects.
+
+    It holds what the config excludes: Slurm's update of a queued job replaces the list.
+    """
+    hosts = avoidable(config, run, number)
+    if not hosts:
+        return []
+    spec = job_spec(config, run, number, avoid=hosts)
+    lists = [component.exclude for component in spec.components]
+    if spec.is_het:
+        return lists
+    return [",".join(dict.fromkeys(lists))]
+
+
+def script_of(
+    config: RunConfig, run: RunDir, number: int, *, began: str, avoid: Sequence[str] = ()
+) -> str:
+    """Return the batch script's text; the same for the same arguments.
+
+    avoid: nodes besides those that the config excludes.
+    """
+    spec = job_spec(config, run, number, avoid=avoid)
     container = container_of(config, run)
     return render(
         TEMPLATE,
@@ -81,7 +127,7 @@ def script_of(config: RunConfig, run: RunDir, number: int, *, began: str) -> str
     )
 
 
-def job_spec(config: RunConfig, run: RunDir, number: int) -> JobSpec:
+def job_spec(config: RunConfig, run: RunDir, number: int, *, avoid: Sequence[str] = ()) -> JobSpec:
     """Translate the run's choices into what is asked of Slurm. Raises ConfigError, SpecError."""
     cluster = config.cluster
     if 0 < cluster.signal_s <= config.grace_s:
@@ -92,8 +138,8 @@ def job_spec(config: RunConfig, run: RunDir, number: int) -> JobSpec:
     return JobSpec(
         name=config.name,
         components=(
-            _component("trainer", 1, cluster.trainer),
-            _component("inference", config.rollout.nodes, cluster.inference),
+            _component("trainer", 1, cluster.trainer, avoid),
+            _component("inference", config.rollout.nodes, cluster.inference, avoid),
         ),
         layout="het" if cluster.layout == "het" else "homogeneous",
         account=cluster.account,
@@ -113,7 +159,7 @@ def _network_wishes(cluster: ClusterConfig) -> list[str]:
     return pin + [word for hint in cluster.interface_hints for word in ("--hint", hint)]
 
 
-def _component(role: str, nodes: int, resources: RoleResources) -> Component:
+def _component(role: str, nodes: int, resources: RoleResources, avoid: Sequence[str]) -> Component:
     return Component(
         role=role,
         nodes=nodes,
@@ -123,7 +169,7 @@ def _component(role: str, nodes: int, resources: RoleResources) -> Component:
         mem_gb=resources.mem_gb,
         partition=resources.partition,
         constraint=resources.constraint,
-        exclude=resources.exclude,
+        exclude=",".join(filter(None, [resources.exclude, *avoid])),
         extra=tuple(resources.extra),
         srun=tuple(resources.srun),
     )

@@ -12,13 +12,11 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from agentrl.errors import LaunchError
 from launch.command import guard, parser
+from launch.network import environment_of
 from launch.run_dir import RunDir
 from launch.sweep import sweep_run
-from slurm import proof
 from slurm.task import keep
 
 HELD = (signal.SIGUSR2, signal.SIGTERM)
@@ -42,23 +40,13 @@ def main(argv: Sequence[str]) -> int:
             return int(roles.trainer_role(str(run.path), given.attempt))
         return int(roles.inference_role(str(run.path), given.attempt, given.node))
 
-    os.environ.update(network_of(run.attempt(given.attempt), os.environ.get("SLURMD_NODENAME", "")))
+    host = os.environ.get("SLURMD_NODENAME", "")
+    os.environ.update(environment_of(run.attempt(given.attempt), host))
     sweep_run(run.path)
     grace_s = run.config().grace_s
     code = keep(lambda: guard(play, ()), launcher=os.getppid(), grace_s=grace_s, held=HELD)
     sweep_run(run.path)
     return code
-
-
-def network_of(attempt: Path, node: str) -> dict[str, str]:
-    """Return the variables of the network that was proved for `node`, such as MASTER_ADDR.
-
-    Raises LaunchError if the plan has no such node: the role would run on a guess.
-    """
-    plan = proof.read(attempt)
-    if node not in plan.nodes:
-        raise LaunchError(f"node {node!r}: not in {attempt / proof.NAME}: {', '.join(plan.nodes)}")
-    return plan.nodes[node].environment
 
 
 if __name__ == "__main__":

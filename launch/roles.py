@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import json
 import logging
 import os
 import time
@@ -16,12 +15,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.config import RunConfig
+from agentrl.engine.devices import EngineShare
 from agentrl.errors import Interrupted
 from agentrl.events import EventWriter
+from launch import network
 from launch.run_dir import RunDir
+from launch.shares import ephemeral_ports, shares_of, vendor_of
 from launch.signals import StopFlag
 from slurm import exit_record
-from slurm.files import listed
 
 Body = Callable[[RunConfig, StopFlag, EventWriter], int]
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ def trainer_role(run_dir: str, attempt: int) -> int:
     def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
         from agentrl.training.loop import train
 
-        address = address_of_trainer(RunDir(Path(run_dir)).attempt(attempt))
+        address = network.address_of_trainer(RunDir(Path(run_dir)).attempt(attempt))
         return train(config, attempt=attempt, stop=stop, events=events, address=address)
 
     return play("trainer", 0, Path(run_dir), attempt, body)
@@ -47,20 +48,25 @@ def inference_role(run_dir: str, attempt: int, node: int) -> int:
 
         return asyncio.run(
             run_node(
-                config, node=node, attempt=attempt, run_dir=Path(run_dir), stop=stop, events=events
+                config,
+                node=node,
+                attempt=attempt,
+                run_dir=Path(run_dir),
+                stop=stop,
+                events=events,
+                shares=shares_here(config, RunDir(Path(run_dir)).attempt(attempt)),
             )
         )
 
     return play("inference", node, Path(run_dir), attempt, body)
 
 
-def address_of_trainer(attempt_dir: Path) -> str:
-    """Return what the network's plan picked for it; loopback on one machine, which has no plan."""
-    path = attempt_dir / "network.json"
-    if not listed(path):
-        return "127.0.0.1"
-    plan = json.loads(path.read_bytes())
-    return str(plan["nodes"][plan["trainer"]]["address"])
+def shares_here(config: RunConfig, attempt_dir: Path) -> tuple[EngineShare, ...]:
+    """Return the engines' shares of a job's node; none on one machine, where any port will do."""
+    if network.plan_of(attempt_dir) is None:
+        return ()
+    engine = config.engine
+    return shares_of(engine, os.environ, vendor=vendor_of(engine), ephemeral=ephemeral_ports())
 
 
 def play(role: str, node: int, run_dir: Path, attempt: int, body: Body) -> int:
@@ -76,6 +82,7 @@ def play(role: str, node: int, run_dir: Path, attempt: int, body: Body) -> int:
         "%s on node %d, attempt %d of run %s, pid %d", role, node, attempt, run.name, os.getpid()
     )
     events = EventWriter(run.path / "events", role, node=str(node))
+    network.tell(events, folder, os.environ.get("SLURMD_NODENAME", ""))
     stop = StopFlag(run.stop_file, events).install()
     try:
         code = body(run.config(), stop, events)

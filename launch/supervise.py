@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agentrl.config import RunConfig
-from agentrl.events import EventWriter, LaunchAttempt, now
+from launch.attempt import ENDING, Attempt
 from launch.command import say
 from launch.progress import Bar, EventTail, Standing
 from launch.roles import inference_role, trainer_role
 from launch.run_dir import RunDir, begin_attempt
 from launch.signals import StopFlag
 from launch.sweep import sweep_run
-from slurm import exit_record, ledger
+from slurm import exit_record
 from slurm.exit_record import ExitRecord
 from slurm.local import HetLocalExecutor, HetLocalJob
-from slurm.verdict import Asked, Limits, Situation, Verdict, decide
+from slurm.outcomes import Task
+from slurm.verdict import Asked, Verdict
 
 POLL_S = 0.2
 
@@ -68,7 +69,7 @@ def _tell(run: RunDir, number: int, verdict: Verdict) -> None:
 
 @dataclass(kw_only=True)
 class Launch:
-    """One launch attempt."""
+    """One launch attempt's processes: started, told to stop, started again, ended."""
 
     run: RunDir
     config: RunConfig
@@ -76,11 +77,9 @@ class Launch:
     stop: StopFlag
     bar: Bar
     roles: Roles
-    records: list[ExitRecord] = field(default_factory=list)
-    restarts: int = 0
-    started: float = field(default_factory=time.time)
     asked_at: float = 0.0
-    _taken: set[tuple[str, int]] = field(default_factory=set)
+    job: HetLocalJob = field(init=False)
+    _taken: set[Task] = field(default_factory=set)
 
     @property
     def folder(self) -> Path:
@@ -93,84 +92,61 @@ class Launch:
         return "limit" if self.stop.cause == "USR2" else "person"
 
     def play(self, began: str, *, is_by_person: bool) -> Verdict:
-        """Start the roles, act on each end, leave nothing running, write the ledger's line."""
+        """Act on each end of a role, leave nothing running, write the ledger's line."""
         step_begin = self.run.checkpoint_step()
-        events = EventWriter(self.run.path / "events", "launch", node="0")
-        self._write_event(events, "begin", began, step_begin)
-        job = self._submit()
-        try:
-            verdict = self._watch(job, step_begin, is_by_person)
-            self._end_rest(job)
-        finally:
-            job.cancel()
-        step_end = self.run.checkpoint_step()
-        ledger.append(
-            self.run.path,
-            ledger.LedgerLine(
-                attempt=self.number,
-                began=began,
-                is_by_person=is_by_person,
-                ended=verdict.reason,
-                action=verdict.action,
-                code=verdict.code,
-                step_begin=step_begin,
-                step_end=step_end,
-                job=job.job_id,
-                restarts=self.restarts,
-                started=self.started,
-                finished=time.time(),
-            ),
+        self.job = self._submit()
+        attempt = Attempt(
+            run=self.run,
+            number=self.number,
+            began=began,
+            is_by_person=is_by_person,
+            step_begin=step_begin,
+            job=self.job.job_id,
         )
-        self._write_event(events, "end", verdict.reason, step_end)
-        events.close()
+        try:
+            attempt.tell_begin()
+            verdict = self._watch(attempt)
+            self._end_rest(attempt)
+        finally:
+            self.job.cancel()
+        attempt.close(verdict)
         return verdict
 
     def _submit(self) -> HetLocalJob:
         executor = HetLocalExecutor(self.folder / "job", logs=self.folder / "logs")
-        executor.update_parameters(
-            nodes={"inference": self.config.rollout.nodes}, grace_s=self.config.grace_s
-        )
+        nodes = {"inference": self.config.rollout.nodes}
+        executor.update_parameters(nodes=nodes, grace_s=self.config.grace_s)
         arguments = (str(self.run.path), self.number)
         return executor.submit(
             {name: functools.partial(role, *arguments) for name, role in self.roles.items()}
         )
 
-    def _watch(self, job: HetLocalJob, step_begin: int, is_by_person: bool) -> Verdict:
+    def _watch(self, attempt: Attempt) -> Verdict:
         """Wait for ends and act on them until a verdict ends the attempt."""
         tail, standing = EventTail(self.run.path / "events"), Standing()
-        limits = Limits(max_attempts_without_progress=self.config.max_attempts_without_progress)
-        history = tuple(ledger.read(self.run.path))
-        while True:
+
+        def show() -> None:
             standing.add(tail.read())
             self.bar.update(standing.step, standing.line())
-            self._pass_on(job)
-            for record in self._new_records(job):
-                self.records.append(record)
-                situation = Situation(
-                    records=tuple(self.records),
-                    history=history,
-                    step_begin=step_begin,
-                    step_now=self.run.checkpoint_step(),
-                    is_by_person=is_by_person,
-                    asked=self.asked,
-                )
-                verdict = decide(situation, limits)
-                if verdict.action in ("done", "stop", "requeue"):
-                    standing.add(tail.read())
-                    self.bar.update(standing.step, standing.line())
+
+        while True:
+            show()
+            self._pass_on()
+            for record in self._new_records(attempt):
+                verdict = attempt.verdict(record, self.asked)
+                if verdict.action in ENDING:
+                    show()
                     return verdict
-                self._act(job, record, verdict)
+                self._act(record, verdict)
             time.sleep(POLL_S)
 
-    def _act(self, job: HetLocalJob, record: ExitRecord, verdict: Verdict) -> None:
+    def _act(self, record: ExitRecord, verdict: Verdict) -> None:
         self.bar.say(verdict.reason)
         if verdict.action in ("restart_trainer", "restart_inference"):
-            exit_record.set_aside(self.folder, record.role, record.node)
             self._taken.discard((record.role, record.node))
-            self.restarts += 1
-            job.start(record.role, record.node)
+            self.job.start(record.role, record.node)
 
-    def _pass_on(self, job: HetLocalJob) -> None:
+    def _pass_on(self) -> None:
         """Hand a request to stop on once; kill after the grace period or when asked again."""
         if not self.asked:
             return
@@ -182,37 +158,23 @@ class Launch:
             )
             self.stop.count = 1
             number = signal.SIGUSR2 if self.asked == "limit" else signal.SIGTERM
-            for role in job.roles:
-                job.signal(role, number)
+            for role in self.job.roles:
+                self.job.signal(role, number)
         elif self.stop.count > 1 or time.monotonic() - self.asked_at > self.config.grace_s:
-            job.kill("trainer")
+            self.job.kill("trainer")
 
-    def _new_records(self, job: HetLocalJob) -> list[ExitRecord]:
+    def _new_records(self, attempt: Attempt) -> list[ExitRecord]:
         """Return the records of roles that have ended since, the trainer's first."""
-        ended = {task: code for task, code in job.ended().items() if task not in self._taken}
-        records = []
-        for (role, node), code in sorted(ended.items(), key=lambda one: one[0][0] != "trainer"):
-            self._taken.add((role, node))
-            found = exit_record.read(self.folder, role, node)
-            if found is None:
-                step = self.run.checkpoint_step()
-                found = exit_record.synthesise(role, node, code, step=step, started=self.started)
-                exit_record.write(self.folder, found)
-            records.append(found)
-        return records
+        ended = {task: code for task, code in self.job.ended().items() if task not in self._taken}
+        self._taken.update(ended)
+        trainer_first = sorted(ended.items(), key=lambda one: one[0][0] != "trainer")
+        return [attempt.recorded(role, node, code) for (role, node), code in trainer_first]
 
-    def _end_rest(self, job: HetLocalJob) -> None:
+    def _end_rest(self, attempt: Attempt) -> None:
         """Ask the roles that still run to leave, for the grace period; a second Ctrl-C cuts it."""
-        for role in job.roles:
-            job.signal(role, signal.SIGTERM)
+        for role in self.job.roles:
+            self.job.signal(role, signal.SIGTERM)
         deadline = time.monotonic() + self.config.grace_s
-        while not job.done() and time.monotonic() < deadline and self.stop.count < 2:
+        while not self.job.done() and time.monotonic() < deadline and self.stop.count < 2:
             time.sleep(POLL_S / 4)
-        self.records += self._new_records(job)
-
-    def _write_event(self, events: EventWriter, phase: str, reason: str, step: int) -> None:
-        events.write(
-            LaunchAttempt(
-                attempt=self.number, phase=phase, reason=reason, step=step, start=now(), end=now()
-            )
-        )
+        self._new_records(attempt)

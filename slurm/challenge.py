@@ -53,7 +53,7 @@ class Party:
 
 
 @asynccontextmanager
-async def listening(party: Party, address: str, *, limit_s: float = 5.0) -> AsyncIterator[int]:
+async def listening(party: Party, address: str, *, limit_s: float = 10.0) -> AsyncIterator[int]:
     """Answer challenges at `address` while the block runs; yields the port the kernel gave."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

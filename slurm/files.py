@@ -1,6 +1,6 @@
 """Files that another process reads: written whole or not at all.
 
-The twin of agentrl.handoff.publish, for a folder that must not import the learning loop.
+The twin of agentrl.handoff.publish: neither folder may import the other's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ import uuid
 from pathlib import Path
 
 
-def publish(path: Path, data: bytes) -> None:
-    """Write under a temporary name in the same folder, fsync, rename, fsync the folder."""
+def publish(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write under a temporary name in the same folder, fsync, rename, fsync the folder.
+
+    mode: rights from the first moment on, less the umask.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
-        with draft.open("wb") as file:
+        with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -15,9 +15,9 @@ from agentrl.errors import ClusterError, WaitTimeout
 from slurm.files import publish
 from slurm.lab_process import Process, ancestry, command_line, in_networks, spawn, wait_for
 
-START_S = 60.0
+START_S = 120.0
 """Longest wait for a start: a busy machine is slow, while a dead daemon is told at once."""
-END_S = 10.0
+END_S = 30.0
 TAIL_BYTES = 1000
 Answer = TypeVar("Answer")
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from agentrl.errors import WaitTimeout
 
-POLL_S = 0.02
+POLL_S, MOST_POLL_S = 0.02, 0.25
 Answer = TypeVar("Answer")
 
 
@@ -75,15 +75,17 @@ def spawn(command: Sequence[str], env: Mapping[str, str], log: Path, *, stdin: i
         )
 
 
-def wait_for(
-    look: Callable[[], Answer | None], limit_s: float, what: str, *, every_s: float = POLL_S
-) -> Answer:
-    """Return the first true answer of `look`. Raises WaitTimeout after `limit_s`."""
-    deadline = time.monotonic() + limit_s
+def wait_for(look: Callable[[], Answer | None], limit_s: float, what: str) -> Answer:
+    """Return the first true answer of `look`. Raises WaitTimeout after `limit_s`.
+
+    It looks less and less often: what asks a daemon would slow what it waits for.
+    """
+    deadline, pause_s = time.monotonic() + limit_s, POLL_S
     while not (answer := look()):
         if time.monotonic() > deadline:
             raise WaitTimeout(f"waited {limit_s:g} s for {what}")
-        time.sleep(every_s)
+        time.sleep(pause_s)
+        pause_s = min(pause_s * 1.2, MOST_POLL_S)
     return answer
 
 

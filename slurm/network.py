@@ -10,12 +10,16 @@ NCCL_IB_GID_INDEX and NCCL_IB_HCA are never set: GID indices drift between boots
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from agentrl.errors import NetworkError
 from slurm.inventory import Inventory
-from slurm.network_rank import Choice, Link, Wishes, cautions, link_of, rank, some
+from slurm.network_rank import Choice, Link, Wishes, cautions, link_of, rank, some, why
+
+NAME = "network.json"
+"""Of the plan, in a launch attempt's folder; slurm.proof writes it."""
 
 
 class NodePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +41,18 @@ class NetworkPlan(msgspec.Struct, frozen=True, kw_only=True):
     warnings: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     """Every other interface and subnet, with the reason."""
+    why: str = ""
+    """What put it before the other choices."""
     proof: str = ""
     """What was proved of it; empty for a plan that rests on inventories alone."""
+
+
+def read(folder: Path) -> NetworkPlan:
+    """Return the plan of an attempt. Raises OSError, or NetworkError if it is torn."""
+    try:
+        return msgspec.json.decode((folder / NAME).read_bytes(), type=NetworkPlan)
+    except msgspec.DecodeError as error:
+        raise NetworkError(f"{folder / NAME}: not a network plan: {error}") from error
 
 
 def plan(
@@ -62,10 +76,14 @@ def plan(
     for choice in ranking.choices:
         reason = refusal(choice, reach)
         if not reason:
-            rest = [f"{one.label}: ranked after {choice.label}" for one in ranking.choices]
-            rest = rest[ranking.choices.index(choice) + 1 :]
+            later = ranking.choices[ranking.choices.index(choice) + 1 :]
+            rest = [f"{one.label}: ranked after {choice.label}" for one in later]
             made = describe(choice, inventories, trainer=trainer, refused=(*refused, *rest))
-            return msgspec.structs.replace(made, warnings=cautions(choice, inventories, wishes))
+            return msgspec.structs.replace(
+                made,
+                warnings=cautions(choice, inventories, wishes),
+                why=why(choice, later, wishes),
+            )
         refused.append(f"{choice.label}: {reason}")
     raise NetworkError(told(inventories, wishes, refused))
 

@@ -229,8 +229,11 @@ def choice_of(
     return Choice(label=label, links=links, warnings=tuple(warnings(label, by_node)))
 
 
+MERITS = ("hint", "speed", "equal MTU", "RDMA", "one subnet", "IPv4", "name", "name")
+
+
 def merit(choice: Choice, wishes: Wishes) -> tuple[object, ...]:
-    """Return the sort key of a choice: the smallest is the best. The worst link counts."""
+    """Return the sort key of a choice, by MERITS, the smallest the best. The worst link counts."""
     links = choice.links.values()
     return (
         max(wishes.rank(one.interface) for one in links),
@@ -242,6 +245,16 @@ def merit(choice: Choice, wishes: Wishes) -> tuple[object, ...]:
         min(natural(one.interface) for one in links),
         choice.label,
     )
+
+
+def why(choice: Choice, later: Sequence[Choice], wishes: Wishes) -> str:
+    """Return what put a choice before the next one of `later`."""
+    pinned = f"interface_pin={wishes.pin}; " if wishes.pin else ""
+    if not later:
+        return f"{pinned}no other network has all nodes"
+    pairs = zip(MERITS, merit(choice, wishes), merit(later[0], wishes), strict=True)
+    differing = next(name for name, ours, theirs in pairs if ours != theirs)
+    return f"{pinned}before {later[0].label} by {differing}"
 
 
 def warnings(label: str, by_node: Mapping[str, Sequence[Link]]) -> Iterable[str]:

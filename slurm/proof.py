@@ -34,13 +34,13 @@ from agentrl.errors import NetworkError
 from slurm.challenge import Party, ask, listening
 from slurm.files import listed, publish
 from slurm.inventory import Inventory, take
-from slurm.network import NetworkPlan, describe, forced, plan
+from slurm.network import NAME, NetworkPlan, describe, forced, plan, read
 from slurm.network_rank import Choice, Wishes, rank
 
 FULL_MESH_NODES = 32
 """From here on a ring and a star around the trainer, not every pair."""
 MAX_CHOICES = 6
-NAME, KEY, REFUSED, DONE = "network.json", "key", "refused.json", "done.json"
+KEY, REFUSED, DONE = "key", "refused.json", "done.json"
 Found = TypeVar("Found")
 
 
@@ -68,7 +68,8 @@ class Meeting:
     """Names this meeting: files of an earlier one in the same attempt are not joined."""
     wishes: Wishes
     limit_s: float = 60.0
-    connect_s: float = 3.0
+    connect_s: float = 8.0
+    """For one connection; a busy node is slow, while a closed port is told at once."""
     unchecked: str = ""
     """Take this interface without the picker's checks; only the proof stands."""
 
@@ -91,14 +92,6 @@ def pairs(nodes: Sequence[str], trainer: str) -> set[tuple[str, str]]:
     star = [(trainer, node) for node in nodes if node != trainer]
     both = [*ring, *star]
     return {*both, *((other, one) for one, other in both)}
-
-
-def read(folder: Path) -> NetworkPlan:
-    """Return the plan of an attempt. Raises OSError, or NetworkError if it is torn."""
-    try:
-        return msgspec.json.decode((folder / NAME).read_bytes(), type=NetworkPlan)
-    except msgspec.DecodeError as error:
-        raise NetworkError(f"{folder / NAME}: not a network plan: {error}") from error
 
 
 def prove(meeting: Meeting, inventory: Inventory) -> NetworkPlan:
@@ -284,13 +277,7 @@ class _Participant:
 
 def make_key(path: Path) -> None:
     """Write a random key that only its owner can read, whole or not at all."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(secrets.token_bytes(32))
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
+    publish(path, secrets.token_bytes(32), mode=0o600)
 
 
 def read_key(path: Path) -> bytes:
@@ -313,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hint", action="append", default=[], help="glob, the dearest first")
     parser.add_argument("--round", default="", help="default: Slurm's job, restart and step")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for all of it")
-    parser.add_argument("--connect", type=float, default=3.0, help="seconds for one connection")
+    parser.add_argument("--connect", type=float, default=8.0, help="seconds for one connection")
     parser.add_argument("--unchecked", default="", metavar="NAME", help="no picker, only the proof")
     args = parser.parse_args(argv)
     nodes = tuple(dict.fromkeys(args.nodes.split(",")))

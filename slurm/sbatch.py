@@ -77,6 +77,13 @@ def send_signal(job_id: str, name: str, *, batch: bool = False) -> None:
     _run(["scancel", f"--signal={name}", *(["--batch"] if batch else []), leader(job_id)])
 
 
+def exclude(job_id: str, nodes: Sequence[str]) -> None:
+    """Keep a waiting job from nodes: a list in Slurm's words for each component."""
+    for part, listed in enumerate(nodes):
+        component = f"{leader(job_id)}+{part}" if len(nodes) > 1 else leader(job_id)
+        _run(["scontrol", "update", f"JobId={component}", f"ExcNodeList={listed}"])
+
+
 def leader(job_id: str) -> str:
     """Return the leader's id of `12` or `12+0`. Raises SubmitError for anything else."""
     found = re.fullmatch(r"(\d+)(\+0)?", job_id)

@@ -9,13 +9,15 @@ import pytest
 from agentrl.config import RunConfig
 from agentrl.errors import LaunchError
 from launch import host, status
+from launch.attempt import Attempt
 from launch.host import Job, after_term, begin, decided
 from launch.run_dir import RunDir, create, launcher_of
 from slurm import exit_record, ledger
 from slurm.exit_record import ExitRecord
 from slurm.verdict import Verdict
 
-JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST_HET_GROUP_1": "inf[0-2]"}
+JOB = {"SLURM_JOB_ID": "7"}
+HOSTS = {"trainer": ["trn0"], "inference": ["inf0", "inf1", "inf2"]}
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def run(odd_path: Path) -> RunDir:
 
 
 def job(restart: int = 0) -> Job:
-    return Job.of(JOB | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {}))
+    return Job.of(JOB | ({"SLURM_RESTART_COUNT": str(restart)} if restart else {}), HOSTS)
 
 
 def checkpoint(run: RunDir, step: int) -> None:
@@ -49,7 +51,7 @@ def test_each_life_of_a_job_is_an_attempt_and_an_earlier_one_is_settled(
     assert line.is_by_person
     second = launcher_of(run, 2)
     assert (second["restart"], second["is_by_person"], second["began"]) == (1, False, line.ended)
-    assert second["nodes"] == {"1": "inf[0-2]"}
+    assert second["hosts"] == HOSTS
 
 
 def test_no_attempt_begins_once_the_run_is_done_stopped_or_without_hope(
@@ -70,7 +72,7 @@ def test_the_rest_of_a_chain_has_nothing_to_do(
     run: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     begin(run, 1, "started", job())
-    assert decided(run, 1, end("trainer", 2, "usage"), asked="") == "stop 2"
+    assert decided(Attempt.of(run, 1), end("trainer", 2, "usage"), asked="") == "stop 2"
     begin(run, 1, "started", job())
     assert capsys.readouterr().out.split() == ["0001", "over"]
 
@@ -79,9 +81,9 @@ def test_a_killed_trainer_is_started_again_and_its_record_kept(run: RunDir) -> N
     begin(run, 1, "started", job())
     killed = end("trainer", 137, "killed")
     exit_record.write(run.attempt(1), killed)
-    assert decided(run, 1, killed, asked="") == "restart trainer 0"
+    assert decided(Attempt.of(run, 1), killed, asked="") == "restart trainer 0"
     assert (run.attempt(1) / "exit" / "trainer-0.1.json").is_file()
-    assert decided(run, 1, end("trainer", 0, "done"), asked="") == "done"
+    assert decided(Attempt.of(run, 1), end("trainer", 0, "done"), asked="") == "done"
     assert ledger.read(run.path)[0].restarts == 1
 
 
@@ -89,11 +91,11 @@ def test_a_save_ahead_of_the_limit_is_requeued_and_one_for_a_person_is_not(run: 
     begin(run, 1, "started", job())
     checkpoint(run, 2)
     saved = end("trainer", 75, "saved", step=2)
-    assert decided(run, 1, end("inference", 75, "saved"), asked="limit") == "wait"
-    assert decided(run, 1, saved, asked="limit") == "requeue"
+    assert decided(Attempt.of(run, 1), end("inference", 75, "saved"), asked="limit") == "wait"
+    assert decided(Attempt.of(run, 1), saved, asked="limit") == "requeue"
     begin(run, 2, "resumed", job())
     run.stop_file.touch()
-    assert decided(run, 2, saved, asked="limit") == "stop 75"
+    assert decided(Attempt.of(run, 2), saved, asked="limit") == "stop 75"
     assert status.ended(run.attempts(), ledger.read(run.path)) == "saved"
 
 
@@ -131,4 +133,4 @@ def test_the_script_says_who_asked_for_the_end(run: RunDir) -> None:
 
 def test_only_a_batch_script_begins_an_attempt() -> None:
     with pytest.raises(LaunchError, match="only a batch script"):
-        Job.of({})
+        Job.of({}, HOSTS)

@@ -63,7 +63,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 def finish(launcher: subprocess.Popen[str]) -> tuple[int, str]:
-    said, _ = launcher.communicate(timeout=60)
+    said, _ = launcher.communicate(timeout=180)
     return launcher.returncode, said
 
 

@@ -20,7 +20,7 @@ from slurm.lab_process import Process, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
-NOTICE_S = 60.0
+NOTICE_S = 120.0
 CLI = (sys.executable, "-m", "launch.cluster")
 
 

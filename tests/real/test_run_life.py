@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from lab_run import LabRun
 
+from agentrl.events import Network, read_folder
+from launch.network import host_of
 from slurm import exit_record
+from slurm.files import publish
 from slurm.lab import Lab
 
-SHORT = ("cluster.time_min=1", "cluster.signal_s=20", "grace_s=8")
+SHORT = ("cluster.time_min=1", "cluster.signal_s=20", "grace_s=15")
 """Of 90 steps of half a second some are left when USR2 comes, 10 to 40 s after the start."""
 pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -31,6 +34,12 @@ def test_a_run_ends_with_results_by_role(run: LabRun) -> None:
     assert [one.cause for one in records if one] == ["done"] * 3
     assert run.state() == "COMPLETED"
     assert run.status()["state"] == "done"
+    told = [one for one in read_folder(run.run.path / "events") if isinstance(one, Network)]
+    assert {(one.node, one.interface) for one in told} == {
+        (node, "eth0") for node in ("trn0", "inf0", "inf1", "inf2")
+    }
+    assert {one.why for one in told} == {"no other network has all nodes"}
+    assert {"12 ordered pairs answered" in one.proof for one in told} == {True}
 
 
 def test_a_trainer_that_exits_3_starts_again_while_the_engines_stay(run: LabRun) -> None:
@@ -69,6 +78,20 @@ def test_a_run_is_saved_ahead_of_its_limit_and_requeued_until_it_is_done(run: La
     log = (run.run.path / "submissions" / "0001" / "host.log").read_text()
     assert "restart 0" in log  # the log of the first life is kept
     assert "restart 1" in log
+
+
+def test_the_next_life_of_a_run_stays_away_from_a_node_that_a_role_called_suspect(
+    run: LabRun,
+) -> None:
+    run.train("training.steps=60")
+    run.until_step(2)
+    suspect = host_of(run.run, 1, "inference", 0)
+    publish(run.run.attempt(1) / "suspect-0.json", b'{"reason": "3 faults of 2 engines"}')
+    run.lab.run(["scancel", "--batch", "--signal=USR2", run.job])
+    last = run.finish()
+    assert (last.action, last.step_end, len(run.ledger())) == ("done", 60, 2)
+    assert host_of(run.run, 2, "inference", 0) not in ("", suspect)
+    assert f"staying away from {suspect}: 3 faults of 2 engines" in run.log()
 
 
 def test_a_preempted_run_comes_back_and_goes_on(run: LabRun) -> None:

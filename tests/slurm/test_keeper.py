@@ -57,7 +57,7 @@ def test_usr2_to_every_process_asks_the_role_alone(keeper: subprocess.Popen[str]
     keeper.stdout.readline()
     os.killpg(keeper.pid, signal.SIGUSR2)
     assert keeper.stdout.readline() == "TERM None\n"
-    assert keeper.wait(30) == 75
+    assert keeper.wait(120) == 75
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR2, signal.SIGTERM])
@@ -68,4 +68,4 @@ def test_a_signal_before_the_role_listens_is_not_lost(
     os.kill(keeper.pid, number)
     keeper.stdin.write("\n")
     keeper.stdin.flush()
-    assert keeper.wait(30) == 75
+    assert keeper.wait(120) == 75

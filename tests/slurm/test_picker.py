@@ -74,6 +74,7 @@ def test_the_nic_of_all_nodes_is_taken_and_docker0_is_not() -> None:
 
 def test_the_evidence_says_why_docker0_was_not_taken() -> None:
     made = plan(cluster("eth0 10.0.0.{}/24", extra=(docker(),)))
+    assert made.why == "no other network has all nodes"
     told = "docker0 172.17.0.1/16: the same address on inf0, inf1, inf2, trn0"
     assert any(one.startswith(told) for one in made.refused)
 
@@ -114,8 +115,9 @@ def test_a_hint_wins_over_speed() -> None:
     nodes = cluster("hsn0 10.2.0.{}/16", speed_mbps=10)
     for at, node in enumerate(NODES):
         nodes = with_nic(nodes, node, nic("eno1", f"10.0.0.{at + 1}/24", speed_mbps=1000))
-    assert names(plan(nodes)) == {"eno1"}
+    assert plan(nodes).why == "before 10.2.0.0/16 by speed"
     assert names(plan(nodes, hints=("ib*", "hsn*"))) == {"hsn0"}
+    assert plan(nodes, hints=("hsn*",)).why == "before 10.0.0.0/24 by hint"
 
 
 def test_of_equals_the_first_name_by_number_is_taken() -> None:
