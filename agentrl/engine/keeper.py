@@ -85,6 +85,11 @@ class EngineKeeper:
             return None
         return self.weights.admin.url
 
+    @property
+    def address(self) -> str:
+        """Its address, proved or not; empty while it has none."""
+        return "" if self.weights is None else self.weights.admin.url
+
     async def keep(self) -> None:
         """Live through one life after the other until given up or cancelled."""
         try:

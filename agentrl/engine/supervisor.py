@@ -11,7 +11,6 @@ import aiohttp
 from agentrl.config import EngineConfig
 from agentrl.engine import device_memory
 from agentrl.engine.devices import EngineShare, check_shares
-from agentrl.engine.drift import outliers
 from agentrl.engine.keeper import EngineKeeper, Node
 from agentrl.engine.proof import identity_of
 from agentrl.engine.reports import Reports
@@ -108,17 +107,16 @@ class EngineSupervisor:
         await asyncio.gather(*(one.update() for one in self._keepers))
         self._raise_if_failed()
 
-    def judge_gaps(self, gaps: Mapping[str, Sequence[float]]) -> list[str]:
-        """Quarantine engines whose log-probabilities are far from the trainer's; name them.
+    def quarantine(self, reasons: Mapping[str, str]) -> list[str]:
+        """End engines whose log-probabilities are far from the trainer's; return their names.
 
-        gaps: by engine name, the newest mean |trainer − engine| of sequences that it sampled, in
-        nats. A quarantined engine is ended and starts anew, proved like any other.
+        reasons: by address; one that no engine has any more is passed over. An engine so ended
+        starts anew, proved like any other.
         """
-        found = outliers(gaps, max_drift=self._config.max_drift)
-        for one in self._keepers:
-            if one.name in found:
-                one.report(Fault(cause="drift", detail=found[one.name]))
-        return sorted(found)
+        found = [(one, why) for one in self._keepers if (why := reasons.get(one.address, ""))]
+        for one, why in found:
+            one.report(Fault(cause="drift", detail=why))
+        return [one.name for one, _ in found]
 
     async def close(self) -> None:
         """Kill all engines and wait for them."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from agentrl.config import RunConfig
+from agentrl.engine import quarantine
 from agentrl.engine.devices import EngineShare
 from agentrl.engine.supervisor import EngineSupervisor
 from agentrl.errors import LaunchError, TooManyInfraFailures
@@ -116,6 +117,7 @@ async def _follow(
         newest = view.refresh()
         if newest is not None and (current is None or newest.identity != current.identity):
             log.info("node %d: engines go to version %d", node, newest.version)
+            supervisor.quarantine(quarantine.asked(attempt_dir, node))
             await supervisor.update(newest)
             current = newest
         if supervisor.failed:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from agentrl.training.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from agentrl.config import TrainingConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,10 @@ def learning_rate(config: TrainingConfig, updates: int) -> float:
 
 class Backend(Protocol):
     """One policy in training. Batches are whole steps; the back end splits work over its ranks."""
+
+    @property
+    def gaps(self) -> list[float]:
+        """Mean |trainer − engine|, nats a token, of each sample of the last step."""
 
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [N] float32 at the sampling temperature, without gradient."""

@@ -21,6 +21,7 @@ from agentrl.handoff.spool import delete, list_files, read_group
 from agentrl.handoff.trajectory import Group, Trajectory
 from agentrl.rollout.draws import DrawSet
 from agentrl.training.checkpoint import FILTERED, TRAINED
+from agentrl.training.engine_gaps import Origin, origin_of
 from agentrl.training.grpo import group_advantages, token_weights
 from agentrl.training.packing import Sample
 
@@ -35,6 +36,8 @@ class Batch:
 
     samples: list[Sample]
     """Of the groups with signal; empty when none has any."""
+    origins: list[Origin]
+    """Of each sample."""
     outcome: dict[int, str]
     """What its draws become once the step is taken."""
     metrics: dict[str, float]
@@ -187,6 +190,7 @@ def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Coun
     samples: list[Sample] = []
     outcome: dict[int, str] = {}
     rewards: list[float] = []
+    origins: list[Origin] = []
     for group in groups:
         graded = _graded(group)
         infra.update(f"infra_{item.cause}" for item in group.trajectories if item.reward is None)
@@ -197,11 +201,15 @@ def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Coun
         outcome[group.draw] = TRAINED if has_signal else f"{FILTERED}zero_signal"
         if has_signal:
             samples += _samples(graded, advantages)
+            pairs = zip(graded, _staleness(group, version), strict=True)
+            origins += [origin_of(item, age) for item, age in pairs]
     kind = config.training.aggregation
     weights = token_weights([item.sampled_tokens for item in samples], kind)  # type: ignore[arg-type]
+    weighted = enumerate(zip(samples, weights, strict=True))
     ages = [age for group in groups for age in _staleness(group, version)]
     return Batch(
-        samples=[item.weighted(weight) for item, weight in zip(samples, weights, strict=True)],
+        samples=[item.placed(place, weight) for place, (item, weight) in weighted],
+        origins=origins,
         outcome=outcome,
         metrics={
             "reward": sum(rewards) / len(rewards),

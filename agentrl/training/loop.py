@@ -16,11 +16,13 @@ from pathlib import Path
 
 import agentrl.config
 from agentrl.config import RunConfig
+from agentrl.engine import quarantine
 from agentrl.errors import Interrupted, NoSignalError, WaitTimeout
 from agentrl.events import Step, VersionEvent, Writer, now
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import Backend
 from agentrl.training.checkpoint import Checkpoint
+from agentrl.training.engine_gaps import EngineGaps
 from agentrl.training.intake import Batch, Intake
 from agentrl.training.packing import pack, padding_share
 from agentrl.training.torch_backend import TorchBackend
@@ -121,6 +123,10 @@ class _Trainer:
     announced: Announced | None = None
     empty_batches: int = 0
     clock: _Clock = field(default_factory=_Clock)
+    engine_gaps: EngineGaps = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine_gaps = EngineGaps(max_drift=self.config.engine.max_drift)
 
     @property
     def weights(self) -> Path:
@@ -154,6 +160,7 @@ class _Trainer:
         self.intake.mark(batch.outcome)
         metrics = {**batch.metrics, **learned, **self.intake.counted()}
         metrics |= {"padding": padding_share(batches), "micro_batches": len(batches)}
+        metrics |= self.judge_engines(batch)
         self.clock.lap("update")
         is_last = self.step >= self.config.training.steps
         if is_last:
@@ -165,6 +172,16 @@ class _Trainer:
             self.save()
             self.clock.lap("checkpoint")
         self.report(metrics)
+
+    def judge_engines(self, batch: Batch) -> dict[str, float]:
+        """Ask nodes to quarantine engines that stand out; they look when a version comes."""
+        self.engine_gaps.take(batch.origins, self.backend.gaps)
+        found = self.engine_gaps.judge()
+        attempt_dir = self.config.run_dir / "attempts" / f"{self.attempt:04d}"
+        for node, reasons in found.items():
+            quarantine.ask(attempt_dir, node, reasons)
+        count = sum(map(len, found.values()))
+        return {"quarantined": float(count)} if count else {}
 
     def pass_over(self, batch: Batch) -> None:
         """Consume a batch that teaches nothing. Raises NoSignalError after too many in a row."""

@@ -121,6 +121,7 @@ class MegatronBackend:
         self.policy = DistributedDataParallel(megatron_config, ddp, policy)
         self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.policy])
         self.updates = 0
+        self.gaps: list[float] = []
 
     @property
     def lr(self) -> float:
@@ -155,6 +156,7 @@ class MegatronBackend:
         summed = sums.as_tensor().to(self._device)
         dist.all_reduce(summed, group=dp)
         sums.take(summed.cpu(), has_kl=False)
+        self.gaps = self._gaps_over(dp, sums)
         lr = self.lr
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -176,6 +178,14 @@ class MegatronBackend:
             parts = self._gathered(place)
             tensors = unfuse(place, join(place, parts, self.shape), self.shape)
             yield from zip(place.hf, tensors, strict=True)
+
+    def _gaps_over(self, dp: dist.ProcessGroup, sums: Sums) -> list[float]:
+        most = torch.tensor(sums.samples, device=self._device)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=dp)
+        gaps = sums.widen(int(most)).to(self._device)
+        dist.all_reduce(gaps, group=dp)
+        sums.widen(int(most)).copy_(gaps)
+        return sums.gaps()
 
     def _optimizer_config(self) -> Any:
         return OptimizerConfig(

@@ -30,14 +30,16 @@ class Sample:
     advantage: float
     weight: float = 0.0
     """Of each of its sampled tokens in the step's loss: see grpo.token_weights."""
+    place: int = 0
+    """Its own among the step's samples."""
 
     @property
     def sampled_tokens(self) -> int:
         """Tokens in the loss; the first of a sequence has nothing to be predicted from."""
         return int(np.count_nonzero(self.loss_mask[1:]))
 
-    def weighted(self, weight: float) -> Sample:
-        return replace(self, weight=weight)
+    def placed(self, place: int, weight: float) -> Sample:
+        return replace(self, place=place, weight=weight)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +58,8 @@ class MicroBatch:
     """[N] float32."""
     weights: Tensor
     """[N] float32."""
+    places: Tensor
+    """[N] int64, of the sample that each token is of."""
     real_tokens: int
     """Tokens that are no padding."""
     ends: Tensor | None = None
@@ -135,6 +139,7 @@ def nothing() -> MicroBatch:
         engine_logprobs=none,
         advantages=none,
         weights=none,
+        places=none.long(),
         real_tokens=0,
     )
 
@@ -156,6 +161,7 @@ def join(rows: Sequence[Sample]) -> MicroBatch:
         engine_logprobs=torch.from_numpy(engine)[chosen],
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[owner],
         weights=torch.tensor([row.weight for row in rows], dtype=torch.float32)[owner],
+        places=torch.tensor([row.place for row in rows])[owner],
         real_tokens=int(ends[-1]),
         ends=ends.to(torch.int32),
     )
@@ -182,6 +188,7 @@ def stack(rows: Sequence[Sample]) -> MicroBatch:
         engine_logprobs=engine.reshape(-1)[chosen],
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[owner],
         weights=torch.tensor([row.weight for row in rows], dtype=torch.float32)[owner],
+        places=torch.tensor([row.place for row in rows])[owner],
         real_tokens=sum(len(row.tokens) for row in rows),
     )
 

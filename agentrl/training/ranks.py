@@ -82,6 +82,13 @@ class World:
             dist.all_reduce(values, group=self.control)
         return values
 
+    def most(self, value: int) -> int:
+        """Return the largest `value` of any rank."""
+        found = torch.tensor(value)
+        if self.size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.control)
+        return int(found)
+
 
 ALONE = World()
 

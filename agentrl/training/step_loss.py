@@ -15,6 +15,29 @@ class Sums:
 
     def __init__(self) -> None:
         self._sums: dict[str, float] = {"loss": 0.0, "count": 0.0}
+        self._gaps = torch.zeros(2, 0, dtype=torch.float64)
+
+    def add_gaps(self, places: Tensor, gaps: Tensor) -> None:
+        """Count each token's gap for the sample that it is of. Both [N]."""
+        samples = int(places.max()) + 1 if len(places) else 0
+        self.widen(samples)
+        both = torch.stack([gaps.double().cpu(), torch.ones(len(gaps), dtype=torch.float64)])
+        self._gaps.index_add_(1, places.cpu(), both)
+
+    def widen(self, samples: int) -> Tensor:
+        """Return [2, samples]: each sample's sum of gaps and its tokens, to be added over ranks."""
+        if (missing := samples - self._gaps.shape[1]) > 0:
+            self._gaps = torch.nn.functional.pad(self._gaps, (0, missing))
+        return self._gaps
+
+    @property
+    def samples(self) -> int:
+        return self._gaps.shape[1]
+
+    def gaps(self) -> list[float]:
+        """Return mean |trainer − engine| of each sample, nats a token."""
+        means: list[float] = (self._gaps[0] / self._gaps[1].clamp(min=1)).tolist()
+        return means
 
     def add(self, name: str, values: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().double().sum())
@@ -87,7 +110,9 @@ def batch_loss(
     ratio = grpo.raw_ratio(old, engine)
     sums.add("loss", loss)
     sums.add("entropy", entropy)
-    sums.add("gap", (old - engine).abs())
+    gap = (old - engine).abs()
+    sums.add("gap", gap)
+    sums.add_gaps(batch.places, gap)
     sums.add("ratio", ratio)
     sums.add("ratio_square", ratio.square())
     sums.add("capped", (importance < ratio).float())

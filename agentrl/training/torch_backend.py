@@ -60,6 +60,7 @@ class TorchBackend:
             fused=True,
         )
         self.updates = 0
+        self.gaps: list[float] = []
 
     @property
     def model(self) -> nn.Module:
@@ -147,6 +148,8 @@ class TorchBackend:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         sums.take(self.world.summed(sums.as_tensor()), has_kl=self.reference is not None)
+        self.world.summed(sums.widen(self.world.most(sums.samples)))
+        self.gaps = sums.gaps()
         norm = whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
         if not torch.isfinite(norm):
             raise DivergedError(

@@ -79,6 +79,7 @@ def agree(rank: int, size: int, folder: str, tp: str, ep: str, packing: str) -> 
         for batch, known in zip(batches, logprobs, strict=True)
     )
     found = megatron.train_step(batches)
+    assert torch.allclose(torch.tensor(megatron.gaps), torch.tensor(reference.gaps), atol=1e-5)
     exported = dict(megatron.export_hf())
     assert exported.keys() == weights.keys()
     moved = max(float((exported[name] - weights[name]).abs().max()) for name in weights)

@@ -32,6 +32,7 @@ def learn(model, config):
         for _ in range(2):
             metrics = backend.train_step(batches)
         exported = dict(backend.export_hf())
+        metrics |= {f"gap {place}": gap for place, gap in enumerate(backend.gaps)}
         return torch.cat(before), metrics, backend.state(), exported
 
 
