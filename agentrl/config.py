@@ -285,7 +285,11 @@ class RunConfig:
     handoff: str = "files"
     """How groups reach the trainer: `files`, the shared spool; or `socket`, acknowledged ZeroMQ."""
     weights: str = "disk"
-    """How versions reach the engines: `disk`."""
+    """How versions reach the engines: `disk`; or `collective`, over NCCL or gloo, disk behind."""
+    push_timeout_s: float = 60.0
+    """Longest that engines and trainer wait for each other in a collective push, seconds."""
+    push_bucket_mb: int = 512
+    """Tensors sent in one request of a collective push, MiB."""
     max_attempts_without_progress: int = 3
     """Launch attempts without a new checkpoint after which the run stops."""
     grace_s: float = 30.0

@@ -31,9 +31,10 @@ CHOICES = {
     "cluster.layout": ("het", "homogeneous"),
     "cluster.requeue": ("requeue", "chain"),
     "handoff": ("files", "socket"),
-    "weights": ("disk",),
+    "weights": ("disk", "collective"),
 }
 POSITIVE = (
+    "push_bucket_mb",
     "agent.max_turns",
     "agent.tokens_per_turn",
     "engine.count",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 
 from agentrl.engine.capabilities import Capabilities, capabilities
 from agentrl.engine.progress import Load
+from agentrl.weights.push import Push
 
 QUICK_S = 30.0
 """Longest that an answer about the state may take, seconds."""
@@ -62,6 +64,41 @@ class EngineAdmin:
         answer = await self._post("/update_weights_from_disk", body)
         return str(answer.get("message", answer))
 
+    async def join_group(self, push: Push, rank: int) -> str:
+        """Take part in the group of a push; return why not, empty if it does."""
+        body = {
+            "master_address": push.address,
+            "master_port": push.port,
+            "rank_offset": rank,
+            "world_size": push.size,
+            "group_name": push.group,
+            "backend": push.backend,
+        }
+        return _failure(await self._post("/init_weights_update_group", body))
+
+    async def leave_group(self, name: str) -> None:
+        """Close its end of a group; that it has none by that name is as well."""
+        await self._post("/destroy_weights_update_group", {"group_name": name})
+
+    async def receive(self, push: Push, *, has_brackets: bool, is_flushing: bool) -> str:
+        """Take all of a push's buckets in; return why not, empty if all came.
+
+        has_brackets: the server wants to be told where an update begins and ends.
+        """
+        if has_brackets:
+            await self._post("/begin_weight_update", {})
+        for place, bucket in enumerate(push.buckets, 1):
+            body = {
+                **asdict(bucket),
+                "group_name": push.group,
+                "weight_version": str(push.version),
+                "flush_cache": is_flushing and place == len(push.buckets),
+                "abort_all_requests": False,
+            }
+            if why := _failure(await self._post("/update_weights_from_distributed", body)):
+                return why
+        return _failure(await self._post("/end_weight_update", {})) if has_brackets else ""
+
     async def load(self, *, timeout_s: float = QUICK_S) -> Load:
         """Sum /v1/loads over data-parallel ranks; what SGLang does not count stays 0.
 
@@ -91,6 +128,12 @@ class EngineAdmin:
             self.url + path, json=body, timeout=_total(self._update_timeout_s)
         ) as response:
             return _decode(await response.read())
+
+
+def _failure(answer: dict[str, Any]) -> str:
+    if answer.get("success", True) and "error" not in answer:
+        return ""
+    return str(answer.get("message") or answer.get("error") or answer)
 
 
 def _decode(raw: bytes) -> dict[str, Any]:

@@ -36,6 +36,7 @@ FAULTS = (aiohttp.ClientError, TimeoutError, VersionError, RecordError, WaitTime
 class Node:
     """What the keepers of one node share."""
 
+    index: int
     config: EngineConfig
     model: Path
     logs: Path
@@ -223,6 +224,7 @@ class EngineKeeper:
             pause_mode=config.pause_mode,
             reports=node.reports,
             loaded=identity_of(announced),
+            node=node.index,
         )
         async with self._lock:
             await weights.reach(node.wanted)

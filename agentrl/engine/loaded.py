@@ -58,15 +58,22 @@ class LoadedModel:
 
         Raises RecordError or OSError.
         """
-        fresh = dict(read_tensors(folder))
-        self._refuse_misfit(folder, fresh)
+        self.take(dict(read_tensors(folder)), version=version, where=str(folder))
+        self.folder = folder
+
+    def take(self, fresh: dict[str, torch.Tensor], *, version: str, where: str) -> None:
+        """Overwrite the weights with tensors under the files' names; all of them or none.
+
+        Raises RecordError, saying `where` they came from.
+        """
+        self._refuse_misfit(where, fresh)
         with torch.inference_mode():
             for name, tensor in fresh.items():
                 self._tensors[name].copy_(tensor)
             if self._fused is not None:
                 self._fused.reload()
         self._stored = {name: tensor.dtype for name, tensor in fresh.items()}
-        self.folder, self.version = folder, version
+        self.version = version
 
     def named_tensors(self) -> dict[str, torch.Tensor]:
         """Return what memory holds, under the names and in the types of the files it came from."""
@@ -133,18 +140,18 @@ class LoadedModel:
             outs.append(torch.log_softmax(run(ids.gather(1, at), at, mask, cache), dim=-1))
         return torch.cat(outs)
 
-    def _refuse_misfit(self, folder: Path, fresh: dict[str, torch.Tensor]) -> None:
+    def _refuse_misfit(self, where: str, fresh: dict[str, torch.Tensor]) -> None:
         for name, tensor in fresh.items():
             mine = self._tensors.get(name)
             if mine is None or mine.shape != tensor.shape:
                 held = "no such tensor" if mine is None else f"shape {tuple(mine.shape)}"
                 raise RecordError(
-                    f"weights {folder}: {name} of shape {tuple(tensor.shape)}, but the model has "
+                    f"weights {where}: {name} of shape {tuple(tensor.shape)}, but the model has "
                     f"{held}; give weights of the same architecture"
                 )
         if missing := sorted(set(self._stored) - set(fresh)):
             raise RecordError(
-                f"weights {folder}: {len(missing)} tensors are missing, the first {missing[0]}"
+                f"weights {where}: {len(missing)} tensors are missing, the first {missing[0]}"
             )
 
 

@@ -11,6 +11,7 @@ from agentrl.engine.capabilities import Capabilities
 from agentrl.engine.reports import Reports
 from agentrl.engine.startup import Leased
 from agentrl.errors import VersionError
+from agentrl.weights.push import member, read_push
 from agentrl.weights.version import Announced
 
 Identity = tuple[int, int, str]
@@ -37,6 +38,10 @@ class EngineWeights:
     is_paused: bool = False
     exchanges: int = 0
     """Begun so far; a probe that one of them overlapped says nothing."""
+    node: int = 0
+    """Of the engine, as its node calls itself to the trainer."""
+    _group: str = ""
+    """That it joined for pushes."""
     _own_checksums: list[dict[str, Any]] | None = None
     """Its answer at the last proof, where its checksum is not ours."""
 
@@ -67,9 +72,12 @@ class EngineWeights:
         self.reports.state(self.name, "paused", self.version)
         await self.admin.pause(mode)
         with Leased(announced, self.name):
-            message = await self.admin.update(
-                announced.folder, announced.version, is_flushing=mode != "in_place"
-            )
+            is_flushing = mode != "in_place"
+            message = await self._receive(announced, is_flushing=is_flushing)
+            if message:
+                message = await self.admin.update(
+                    announced.folder, announced.version, is_flushing=is_flushing
+                )
         self.loaded = announced.identity
         await self._prove(announced, message=message)
         await self.admin.resume()
@@ -77,6 +85,34 @@ class EngineWeights:
         self.proved = announced.identity
         self.reports.version(self.name, self.version, "proved")
         self.reports.state(self.name, "ready", self.version)
+
+    async def _receive(self, announced: Announced, *, is_flushing: bool) -> str:
+        """Take part in the push of `announced`; return why not, empty if all of it came."""
+        push = None
+        if announced.transport == "collective":
+            push = read_push(announced.folder.parent)
+        mine = member(self.node, self.name, self.admin.url)
+        if push is None or mine not in push.ranks:
+            return "it is in no push"
+        if (push.attempt, push.version) != (announced.attempt, announced.version):
+            return f"the push is of version {push.version}"
+        why = ""
+        if self._group != push.group:
+            await self._leave_group()
+            why = await self.admin.join_group(push, push.ranks[mine])
+            self._group = push.group
+        why = why or await self.admin.receive(
+            push, has_brackets=self.able.has_update_brackets, is_flushing=is_flushing
+        )
+        if why:
+            self.reports.state(self.name, f"push failed: {why}", self.version)
+            await self._leave_group()
+        return why
+
+    async def _leave_group(self) -> None:
+        if self._group:
+            await self.admin.leave_group(self._group)
+        self._group = ""
 
     async def _prove(self, announced: Announced | None, *, message: str) -> None:
         """Compare the engine's own answers with what was announced.

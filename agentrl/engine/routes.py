@@ -15,6 +15,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from agentrl.engine.metrics import prometheus
+from agentrl.engine.push_routes import PushRoutes
 from agentrl.engine.requests import Answer, GenerateBody, Request, check_body
 from agentrl.engine.scheduler import Scheduler
 from agentrl.errors import RequestRefused
@@ -76,6 +77,7 @@ class Routes:
                 web.get("/metrics", self.metrics),
             ]
         )
+        app.add_routes(PushRoutes(self._scheduler).routes())
         return app
 
     async def generate(self, http: web.Request) -> web.Response:

@@ -45,7 +45,8 @@ class Counters:
 class Update:
     """A wanted exchange of the weights."""
 
-    folder: Path
+    load: Callable[[], None]
+    """Raises RecordError or OSError, and then changed nothing."""
     version: str
     is_flushing: bool
     done: Future[tuple[bool, str]] = field(default_factory=Future)
@@ -99,7 +100,24 @@ class Scheduler:
 
     def update(self, folder: Path, version: str, *, is_flushing: bool) -> Future[tuple[bool, str]]:
         """Exchange the weights: at once while paused, else when what was accepted has ended."""
-        update = Update(folder, version, is_flushing)
+        return self._want(
+            lambda: self.batch.model.load(folder, version=version), version, is_flushing
+        )
+
+    def exchange(
+        self, tensors: dict[str, torch.Tensor], version: str | None, *, is_flushing: bool
+    ) -> Future[tuple[bool, str]]:
+        """The same with tensors that came some other way; None keeps the label."""
+        model = self.batch.model
+        label = model.version if version is None else version
+        return self._want(
+            lambda: model.take(tensors, version=label, where="of a push"), label, is_flushing
+        )
+
+    def _want(
+        self, load: Callable[[], None], version: str, is_flushing: bool
+    ) -> Future[tuple[bool, str]]:
+        update = Update(load, version, is_flushing)
         self._inbox.put(lambda: self._updates.append(update))
         return update.done
 
@@ -221,9 +239,9 @@ class Scheduler:
 
     def _load(self, update: Update) -> tuple[bool, str]:
         try:
-            self.batch.model.load(update.folder, version=update.version)
+            update.load()
         except (RecordError, OSError) as error:
-            log.warning("weights %s refused: %s", update.folder, error)
+            log.warning("version %s refused: %s", update.version, error)
             return False, str(error)
         self.batch.relabel()
         if update.is_flushing and not self._flush():

@@ -38,6 +38,7 @@ class EngineSupervisor:
         events: Writer,
         shares: Sequence[EngineShare] = (),
         is_quiet: Callable[[], bool] = lambda: False,
+        node: int = 0,
     ) -> None:
         """shares: each engine's GPUs and ports; none: they are numbered through from 0.
 
@@ -47,6 +48,7 @@ class EngineSupervisor:
         if shares:
             check_shares(shares, engines=config.count, gpus_per_engine=config.gpus_per_engine)
         self._shares = tuple(shares) or tuple(EngineShare() for _ in range(config.count))
+        self._node = node
         self._config = config
         self._model = model
         self._logs = logs
@@ -69,6 +71,7 @@ class EngineSupervisor:
         self._announced = announced
         self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         node = Node(
+            index=self._node,
             config=self._config,
             model=self._model,
             logs=self._logs,
@@ -91,6 +94,10 @@ class EngineSupervisor:
     def urls(self) -> list[str]:
         """Return the engines that proved the current version, in a fixed order."""
         return [url for one in self._keepers if (url := one.url) is not None]
+
+    def members(self) -> dict[str, str]:
+        """Return the addresses, by name, of the engines that can take part in a push."""
+        return {one.name: one.address for one in self._keepers if one.address}
 
     def weights(self) -> str:
         """Name the weights that the engines of `urls()` proved, as no others are ever named."""

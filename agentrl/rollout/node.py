@@ -19,6 +19,7 @@ from agentrl.events import Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
 from agentrl.rollout.worker import DONE, STOPPED, TOO_MANY_INFRA, failure_file, run_worker
+from agentrl.weights import push
 from agentrl.weights.quiet import is_quiet
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ async def run_node(
         events=events,
         shares=shares,
         is_quiet=lambda: is_quiet(run_dir / "weights"),
+        node=node,
     )
     view = TrainerView(run_dir / "weights", attempt=attempt)
     ending = asyncio.Event()
@@ -112,6 +114,7 @@ async def _follow(
     current = view.announced
     file = EnginesFile(attempt_dir, node)
     told: tuple[list[str], str] | None = None
+    members: dict[str, str] | None = None
     has_told_suspect = False
     while True:
         newest = view.refresh()
@@ -125,6 +128,9 @@ async def _follow(
         if supervisor.suspect and not has_told_suspect:
             publish_json(suspect_file(attempt_dir, node), {"reason": supervisor.suspect})
             has_told_suspect = True
+        if config.weights == "collective" and members != (now := supervisor.members()):
+            push.tell_members(attempt_dir, node, now)
+            members = now
         state = (supervisor.urls(), supervisor.weights())
         if config.rollout.workers > 1 and state != told:
             file.publish(*state)

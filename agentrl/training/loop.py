@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch import Tensor
+
 import agentrl.config
 from agentrl.config import RunConfig
 from agentrl.engine import quarantine
@@ -26,6 +28,8 @@ from agentrl.training.engine_gaps import EngineGaps
 from agentrl.training.intake import Batch, Intake
 from agentrl.training.packing import pack, padding_share
 from agentrl.training.torch_backend import TorchBackend
+from agentrl.weights.push import Push
+from agentrl.weights.pusher import Pusher
 from agentrl.weights.quiet import quiet
 from agentrl.weights.version import Announced, prune, publish_version, reannounce
 
@@ -54,6 +58,9 @@ def train(
             world = open_ones.enter_context(ranks.started(config))
             backend = TorchBackend(Path(config.model.path), config, world=world)
         trainer = _start(config, attempt, events, backend)
+        if config.weights == "collective":
+            trainer.pusher = open_pusher(config, attempt, address)
+            open_ones.callback(trainer.pusher.close)
         open_ones.enter_context(trainer.intake.receiving(attempt, address))
         return _run(trainer, stop)
 
@@ -121,6 +128,8 @@ class _Trainer:
     saved_step: int = -1
     saved_draws: int = 0
     announced: Announced | None = None
+    pusher: Pusher | None = None
+    """None: engines load versions from disk, as they all do when they start."""
     empty_batches: int = 0
     clock: _Clock = field(default_factory=_Clock)
     engine_gaps: EngineGaps = field(init=False)
@@ -196,18 +205,25 @@ class _Trainer:
         self.announce_consumed()
 
     def publish(self) -> None:
-        started = now()
+        """Write and announce the version that stands; then push it to the engines that wait."""
+        started, push = now(), None
+        is_done = self.step >= self.config.training.steps
         with quiet(self.weights):
+            tensors = self.backend.export_hf()
+            named = {} if self.pusher is None or is_done else dict(tensors)
+            if self.pusher is not None and named:  # once done, nobody is there to take it
+                push = self.pusher.announce(self.step, named)
             self.announced = publish_version(
                 self.weights,
                 run=self.config.name,
                 attempt=self.attempt,
                 version=self.step,
                 step=self.step,
-                tensors=self.backend.export_hf(),
+                tensors=named.items() if named else tensors,
                 model_folder=Path(self.config.model.path),
                 consumed=self.intake.ranges(),
-                done=self.step >= self.config.training.steps,
+                done=is_done,
+                transport="disk" if push is None else "collective",
             )
         prune(self.weights, self.config.training.keep_versions)
         size = sum(self.announced.sizes.values())
@@ -215,6 +231,18 @@ class _Trainer:
             version=self.step, phase="published", size=size, start=started, end=now()
         )
         self.events.write(event)
+        if self.pusher is not None and push is not None:
+            self.send(self.pusher, push, named)
+
+    def send(self, pusher: Pusher, push: Push, tensors: dict[str, Tensor]) -> None:
+        """Push what was announced; what fails, engines load from disk."""
+        started = now()
+        why = pusher.send(push, tensors)
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        phase = "push_failed" if why else "pushed"
+        self.events.write(
+            VersionEvent(version=self.step, phase=phase, size=size, start=started, end=now())
+        )
 
     def announce_consumed(self) -> None:
         if self.announced is not None:
@@ -267,6 +295,18 @@ class _Trainer:
             event.seconds,
         )
         self.clock.restart()
+
+
+def open_pusher(config: RunConfig, attempt: int, address: str) -> Pusher:
+    """Return what pushes weights from this process, on the trainer's device."""
+    return Pusher(
+        run_dir=config.run_dir,
+        attempt=attempt,
+        address=address,
+        device=ranks.pick_device(config),
+        timeout_s=config.push_timeout_s,
+        bucket_bytes=config.push_bucket_mb << 20,
+    )
 
 
 def config_hash(config: RunConfig) -> str:

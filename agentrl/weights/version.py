@@ -95,6 +95,7 @@ def publish_version(
     model_folder: Path,
     consumed: list[list[int]],
     done: bool = False,
+    transport: str = "disk",
 ) -> Announced:
     """Write `weights/v…/` whole, then announce it.
 
@@ -121,6 +122,7 @@ def publish_version(
             sizes={name: (target / name).stat().st_size for name in files},
             consumed=consumed,
             done=done,
+            transport=transport,
         )
         announce(weights, announced)
     except (OSError, SafetensorError) as error:

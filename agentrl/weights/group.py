@@ -1,0 +1,59 @@
+"""The process group that weights go over: the trainer's rank 0, and every engine that takes part.
+
+Joined as SGLang's engines join theirs (init_custom_process_group), so that a trainer of ours meets
+them: one store, the group's name as prefix, no default group. Both ends must set NCCL_CUMEM_ENABLE
+alike; SGLang sets 0.
+"""
+
+from __future__ import annotations
+
+import datetime
+
+import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # not in its __all__
+    PrefixStore,
+    Store,
+    TCPStore,
+    distributed_c10d,
+)
+
+
+def host(address: str, size: int, timeout_s: float) -> TCPStore:
+    """Open the store where a group of `size` meets, on a free port of `address`."""
+    return TCPStore(
+        address,
+        0,
+        size,
+        is_master=True,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+    )
+
+
+def visit(address: str, port: int, size: int, timeout_s: float) -> TCPStore:
+    """Reach the store that another process opened. Raises DistNetworkError, a RuntimeError."""
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return TCPStore(address, port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+
+
+def join(
+    store: Store, name: str, *, rank: int, size: int, backend: str, timeout_s: float
+) -> dist.ProcessGroup:
+    """Return the group once all are there. Raises RuntimeError when some are not in time."""
+    group, _ = distributed_c10d._new_process_group_helper(
+        size,
+        rank,
+        [],
+        backend,
+        PrefixStore(name, store),
+        group_name=name,  # type: ignore[arg-type, unused-ignore]  # a NewType of str
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
+    return group
+
+
+def leave(group: dist.ProcessGroup) -> None:
+    """Close this process's end; what others wait for over it fails then."""
+    dist.destroy_process_group(group)

@@ -1,0 +1,102 @@
+"""The trainer's end of a push: gather who takes part, meet them, send the buckets.
+
+What fails is said and left to the disk: the version is there before it is announced, and an engine
+that did not get it whole loads it from there.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
+
+from agentrl.weights import group as groups
+from agentrl.weights.push import Push, buckets_of, members, tell_push
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, slots=True)
+class Pusher:
+    """Keeps its group from one version to the next while the same engines are there."""
+
+    run_dir: Path
+    attempt: int
+    address: str
+    """Of the interface where engines reach the trainer."""
+    device: torch.device
+    timeout_s: float
+    """Longest that meeting, and sending one bucket, may take."""
+    bucket_bytes: int
+    _push: Push | None = None
+    _store: TCPStore | None = None
+    _group: dist.ProcessGroup | None = None
+
+    def announce(self, version: int, tensors: dict[str, Tensor]) -> Push | None:
+        """Write down what will be sent; None when no engine is there to take it."""
+        present = members(self.run_dir / "attempts" / f"{self.attempt:04d}")
+        last = self._push
+        if last is None or self._group is None or list(last.ranks) != present:
+            self.close()
+            last = None
+        if not present:
+            return None
+        if last is None:
+            self._store = groups.host(self.address, len(present) + 1, self.timeout_s)
+        assert self._store is not None
+        self._push = Push(
+            attempt=self.attempt,
+            version=version,
+            group=f"weights-{uuid.uuid4().hex}" if last is None else last.group,
+            address=self.address,
+            port=self._store.port,
+            backend="nccl" if self.device.type == "cuda" else "gloo",
+            ranks={one: rank for rank, one in enumerate(present, 1)},
+            buckets=buckets_of(tensors.items(), self.bucket_bytes),
+        )
+        tell_push(self.run_dir / "weights", self._push)
+        return self._push
+
+    def send(self, push: Push, tensors: dict[str, Tensor]) -> str:
+        """Send what was announced; return why it failed, empty if it did not."""
+        try:
+            if self._group is None:
+                self._group = self._join(push)
+            for bucket in push.buckets:
+                self._send([tensors[name] for name in bucket.names], self._group)
+        except RuntimeError as error:  # gloo's and NCCL's, of one that left or never came
+            log.warning("push of version %d: %s; engines load it from disk", push.version, error)
+            self.close()
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        """Tear the group down."""
+        if self._group is not None:
+            groups.leave(self._group)
+        self._group = self._store = None
+
+    def _join(self, push: Push) -> dist.ProcessGroup:
+        assert self._store is not None
+        return groups.join(
+            self._store,
+            push.group,
+            rank=0,
+            size=push.size,
+            backend=push.backend,
+            timeout_s=self.timeout_s,
+        )
+
+    def _send(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
+        """Send a bucket; its tensors stay in memory until all of them are gone."""
+        here = [tensor.to(self.device).contiguous() for tensor in tensors]
+        works = [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in here]
+        for work in works:
+            assert work is not None  # it is with async_op
+            work.wait()
