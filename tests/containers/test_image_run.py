@@ -15,7 +15,7 @@ from agentrl.config import RunConfig
 from agentrl.config_cluster import ClusterConfig
 from agentrl.errors import ConfigError, ImageError
 from containers import sif
-from launch import cluster_run, image_run
+from launch import cluster_run, image_run, resume
 from launch.run_dir import RunDir, create, settled
 from slurm.render import check_bash
 
@@ -129,3 +129,12 @@ def test_a_sites_own_roles_are_what_is_tried(config: RunConfig) -> None:
     assert image_run.imports_of(config).startswith("import launch.role, launch.roles, agentrl.")
     config.cluster.environment["AGENTRL_ROLES"] = "their_roles"
     assert image_run.imports_of(config) == "import launch.role, their_roles"
+
+
+def test_resume_takes_another_image_only_when_told(config: RunConfig) -> None:
+    run = begun(config)
+    with Path(config.image).open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ImageError, match="--accept-image-change"):
+        resume.main([str(run.path)])
+    assert resume.changed(config, [f"image={config.image}"]).image == config.image
