@@ -28,7 +28,7 @@ from launch.run_dir import git_commit
 from slurm.exit_record import DONE
 
 NEEDS_GB = {"cpu": 6.0, "sandbox": 2.0, "rocm": 120.0, "cuda": 90.0}
-"""Free space for layers, unpacked files and the image: cpu's with room, rocm's and cuda's guessed."""
+"""Free space for layers, unpacked files and the image; rocm's and cuda's are guessed."""
 PYTHON_OF = "3.11"
 """Of Debian 12, on which the cpu image stands."""
 
