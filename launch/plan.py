@@ -89,10 +89,11 @@ def verdict(caps: Sequence[Cap], number: int) -> str:
     low = [cap for cap in caps if cap.at_once < number and cap.past != "may fail"]
     if not low:
         return f"{number} trajectories at once on a node; no cap is below that"
-    end = "past that it fails" if low[0].past == "fails" else "the rest waits"
+    failing = next((cap for cap in low if cap.past == "fails"), None)
+    end = f". Past {failing.at_once:,}, {failing.name} run out" if failing else ""
     return (
         f"{number} trajectories at once on a node are wanted; the smallest cap is {low[0].name}, "
-        f"at {low[0].at_once}, {end}: {low[0].fix}"
+        f"at {low[0].at_once:,}: {low[0].fix}{end}"
     )
 
 
