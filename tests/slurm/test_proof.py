@@ -111,7 +111,7 @@ class Net:
     def prove(self, folder: Path, *flags: str) -> tuple[list[int], list[str]]:
         """Run the step on all nodes; return codes and what was said on stderr."""
         with_nodes = [self.start(node, folder, *flags) for node in NODES]
-        said = [process.communicate(timeout=120)[1] for process in with_nodes]
+        said = [process.communicate(timeout=240)[1] for process in with_nodes]
         return [process.returncode for process in with_nodes], said
 
     def end(self) -> None:
@@ -195,7 +195,7 @@ def test_pins_that_are_duplicated_or_nowhere_are_refused(net: Net, folder: Path)
 @pytest.mark.slow
 def test_a_missing_node_is_named_at_the_limit(net: Net, folder: Path) -> None:
     processes = [net.start(node, folder, "--limit", "12") for node in ("n0", "n2")]
-    said = [one.communicate(timeout=120)[1] for one in processes]
+    said = [one.communicate(timeout=240)[1] for one in processes]
     assert "missing: n1; there: n0, n2" in said[0] + said[1]
     assert [one.returncode for one in processes] == [1, 1]
 
@@ -203,7 +203,7 @@ def test_a_missing_node_is_named_at_the_limit(net: Net, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_tasks_of_one_node_are_one_participant(net: Net, folder: Path) -> None:
     processes = [net.start(node, folder) for node in (*NODES, "n0")]
-    assert [one.wait(120) for one in processes] == [0, 0, 0, 0]
+    assert [one.wait(240) for one in processes] == [0, 0, 0, 0]
     for one in processes:
         one.communicate()
 
@@ -212,7 +212,7 @@ def test_two_tasks_of_one_node_are_one_participant(net: Net, folder: Path) -> No
 def test_a_second_round_does_not_join_the_files_of_the_first(net: Net, folder: Path) -> None:
     assert net.prove(folder, "--round", "1")[0] == [0, 0, 0]
     process = net.start("n0", folder, "--round", "2", "--limit", "1")
-    assert "missing: n1, n2" in process.communicate(timeout=120)[1]
+    assert "missing: n1, n2" in process.communicate(timeout=240)[1]
 
 
 ANSWER = """
@@ -243,8 +243,8 @@ def test_a_node_that_has_taken_anothers_address_is_found_out(net: Net) -> None:
         assert liar.stdout is not None
         port = liar.stdout.readline().strip()
         asker = net.python("n0", ASK, "n0", "n1", "10.9.0.2", port, "10.9.0.1")
-        said = asker.communicate(timeout=120)[0].strip()
-        liar.communicate(timeout=120)
+        said = asker.communicate(timeout=240)[0].strip()
+        liar.communicate(timeout=240)
     assert said == f"n0 (10.9.0.1) asked n1 at 10.9.0.2 port {port}: n2 answered in its place"
 
 
