@@ -5,8 +5,8 @@ the same load. Wall times; the ratio is of the medians. For an ordinary user run
 
     python -m benchmarks.sandbox_exec ENVIRONMENT [--rounds 5] [--commands 20]
 
-ENVIRONMENT: a SIF, or an unpacked root folder with a Python (an instance needs a SIF or what
-`apptainer build --sandbox` made; where it is refused, `apptainer exec` of the folder stands in).
+ENVIRONMENT: a SIF made by `apptainer build`, with a Python. Of a root folder that Apptainer did not
+make there is no instance; then `apptainer exec` of the folder stands in, which the result says.
 """
 
 from __future__ import annotations
