@@ -214,6 +214,16 @@ class TrainingConfig:
     """`cpu`, or `gpu`: CUDA or ROCm, whichever torch was built for."""
     ranks: int = 1
     """Processes of the trainer, one a GPU; FSDP2 cuts parameters and optimizer over them."""
+    backend: str = "torch"
+    """`torch`: a transformers model, FSDP2. `megatron`: megatron-core, cut as the next keys say."""
+    tensor_parallel: int = 1
+    """Megatron: ranks that share each layer's matrices out, and its activations between them."""
+    expert_parallel: int = 1
+    """Megatron: ranks that share out the experts of each layer."""
+    pipeline_parallel: int = 1
+    """Megatron: stages of layers. More than 1 is refused as yet."""
+    context_parallel: int = 1
+    """Ranks that share one sequence out. More than 1 is refused as yet."""
     recompute: str = "none"
     """`layers`: keep a layer's input only, and compute the layer again in backward. `none`."""
     compile: bool = False

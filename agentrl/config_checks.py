@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl.config_cluster import check_cluster
 from agentrl.config_engine import check_engine
+from agentrl.config_training import check_training
 from agentrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ CHOICES = {
     "engine.pause_mode": ("abort", "in_place", "retract"),
     "training.kl_estimator": ("k1", "k2", "k3"),
     "training.aggregation": ("token", "trajectory"),
+    "training.backend": ("torch", "megatron"),
     "training.dtype": ("float32", "bfloat16"),
     "training.lr_decay": ("none", "linear"),
     "training.packing": ("padded", "packed"),
@@ -97,6 +99,7 @@ def check(config: RunConfig) -> None:
         )
     check_cluster(config.cluster)
     check_engine(config.engine)
+    check_training(config.training)
 
 
 def get(config: RunConfig, key: str) -> Any:

@@ -12,6 +12,7 @@ from agentrl.training.packing import MicroBatch
 
 if TYPE_CHECKING:
     from agentrl.config import TrainingConfig
+    from agentrl.training.taken import Taken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,8 +44,13 @@ class Backend(Protocol):
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [N] float32 at the sampling temperature, without gradient."""
 
-    def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
-        """Take one optimizer step over all of `batches`; return its metrics."""
+    def train_step(
+        self, batches: Sequence[MicroBatch], taken: Taken | None = None
+    ) -> dict[str, float]:
+        """Take one optimizer step over all of `batches`; return its metrics.
+
+        taken: where other ranks find the same; None: they are told it all.
+        """
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their Hugging Face names, in the dtype that engines load."""

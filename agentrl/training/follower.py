@@ -8,14 +8,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from agentrl.config import resolve
 from agentrl.training import ranks
-from agentrl.training.torch_backend import TorchBackend
+from agentrl.training.backends import follow
 
 
 def main() -> None:
@@ -26,7 +25,7 @@ def main() -> None:
     assert isinstance(chosen, DictConfig)
     config = resolve(chosen, "the config that rank 0 gave")
     world = ranks.join(os.environ, config)
-    TorchBackend(Path(config.model.path), config, world=world).follow()
+    follow(config, world)
     dist.destroy_process_group()
 
 

@@ -38,6 +38,8 @@ class Batch:
     """Of the groups with signal; empty when none has any."""
     origins: list[Origin]
     """Of each sample."""
+    nodes: tuple[int, ...]
+    """That wrote the groups, in the order of `outcome`."""
     outcome: dict[int, str]
     """What its draws become once the step is taken."""
     metrics: dict[str, float]
@@ -210,6 +212,7 @@ def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Coun
     return Batch(
         samples=[item.placed(place, weight) for place, (item, weight) in weighted],
         origins=origins,
+        nodes=tuple(group.trajectories[0].node for group in groups),
         outcome=outcome,
         metrics={
             "reward": sum(rewards) / len(rewards),

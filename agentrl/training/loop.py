@@ -23,11 +23,12 @@ from agentrl.errors import Interrupted, NoSignalError, WaitTimeout
 from agentrl.events import Step, VersionEvent, Writer, now
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import Backend
+from agentrl.training.backends import open_backend
 from agentrl.training.checkpoint import Checkpoint
 from agentrl.training.engine_gaps import EngineGaps
 from agentrl.training.intake import Batch, Intake
-from agentrl.training.packing import pack, padding_share
-from agentrl.training.torch_backend import TorchBackend
+from agentrl.training.packing import pack_step, padding_share
+from agentrl.training.taken import Taken
 from agentrl.weights.push import Push
 from agentrl.weights.pusher import Pusher
 from agentrl.weights.quiet import quiet
@@ -56,7 +57,7 @@ def train(
     with contextlib.ExitStack() as open_ones:
         if backend is None:
             world = open_ones.enter_context(ranks.started(config))
-            backend = TorchBackend(Path(config.model.path), config, world=world)
+            backend = open_backend(config, world)
         trainer = _start(config, attempt, events, backend)
         if config.weights == "collective":
             trainer.pusher = open_pusher(config, attempt, address)
@@ -156,14 +157,9 @@ class _Trainer:
         return DONE
 
     def take_step(self, batch: Batch) -> None:
-        training = self.config.training
-        batches = pack(
-            batch.samples,
-            training.micro_batch_tokens,
-            is_packed=training.packing == "packed",
-            ranks=training.ranks,
-        )
-        learned = self.backend.train_step(batches)
+        batches = pack_step(batch.samples, self.config.training)
+        taken = Taken(draws=tuple(batch.outcome), nodes=batch.nodes, version=self.step)
+        learned = self.backend.train_step(batches, taken)
         self.step += 1
         self.empty_batches = 0
         self.intake.mark(batch.outcome)

@@ -2,7 +2,8 @@
 
 Layers are Megatron's `local` ones (megatron_layers), packed rows only; the loss and the head are
 shared with TorchBackend, and tests hold the two equal. Every rank calls each method with the same
-whole step. Pipeline and context parallelism are not here, nor are checkpoints: pp must be 1.
+whole step (led). Its state is whole and under TorchBackend's names: a run may go on with another
+layout, or with the other back end. Pipeline and context parallelism are not here.
 """
 
 from __future__ import annotations
@@ -41,14 +42,21 @@ from torch import Tensor
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, DivergedError
-from agentrl.training.backend import learning_rate
-from agentrl.training.convert import WeightFiles
+from agentrl.training.backend import BackendState, learning_rate
+from agentrl.training.convert import fused_experts, single_experts
+from agentrl.training.grouped_experts import check_experts
 from agentrl.training.head import Shard, chosen_logprobs
-from agentrl.training.hf_map import Layout, Place, fuse, join, places, split, unfuse
+from agentrl.training.hf_map import Layout
 from agentrl.training.hf_shape import ModelShape, read_shape
 from agentrl.training.megatron_layers import make_body
+from agentrl.training.megatron_state import WEIGHT, OptimizerShards
+from agentrl.training.megatron_weights import MegatronWeights
 from agentrl.training.packing import MicroBatch, deal
 from agentrl.training.step_loss import Sums, batch_loss
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+"""What TorchBackend's state has beside the moments: the updates taken, by parameter."""
 
 
 class MegatronPolicy(MegatronModule):  # type: ignore[misc, unused-ignore]
@@ -109,17 +117,26 @@ class MegatronBackend:
             model_parallel_cuda_manual_seed(config.seed)
         dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
         self.dtype = dtype
-        megatron_config, body = make_body(self.shape, hf, layout, dtype)
+        megatron_config, body = make_body(
+            self.shape, hf, layout, dtype=dtype, recomputes=self.config.recompute == "layers"
+        )
+        check_experts(body, self.shape.layers if self.shape.experts else 0)
         policy = MegatronPolicy(
             megatron_config, body, self.shape.vocabulary, config.agent.temperature
         )
-        self.parameters = dict(body.named_parameters())
-        self.load(folder)
+        parameters = dict(body.named_parameters())
+        self.weights = MegatronWeights(parameters, self.shape, layout)
+        self.weights.load(folder)
         ddp = DistributedDataParallelConfig(
             use_distributed_optimizer=True, grad_reduce_in_fp32=True
         )
         self.policy = DistributedDataParallel(megatron_config, ddp, policy)
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(), [self.policy])
+        self.optimizer = get_megatron_optimizer(
+            self._optimizer_config(),
+            [self.policy],
+            config_overrides={},  # all weights decay alike, as TorchBackend's do
+        )
+        self.weights.shards = OptimizerShards(self.optimizer)
         self.updates = 0
         self.gaps: list[float] = []
 
@@ -127,16 +144,6 @@ class MegatronBackend:
     def lr(self) -> float:
         """Of the next update."""
         return learning_rate(self.config, self.updates)
-
-    @torch.no_grad()
-    def load(self, folder: Path) -> None:
-        """Read this rank's part of a Hugging Face folder, a tensor at a time."""
-        files = WeightFiles(folder)
-        for place in self._own():
-            whole = fuse(place, [files.get(name) for name in place.hf], self.shape)
-            parts = split(place, whole, self.layout.tp)
-            rank = parallel_state.get_tensor_model_parallel_rank() if len(parts) > 1 else 0
-            self.parameters[place.name].copy_(parts[rank])
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -174,10 +181,37 @@ class MegatronBackend:
     @torch.no_grad()
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their Hugging Face names on every rank, one place at a time."""
-        for place in places(self.shape, self.layout):
-            parts = self._gathered(place)
-            tensors = unfuse(place, join(place, parts, self.shape), self.shape)
-            yield from zip(place.hf, tensors, strict=True)
+        for name, tensor in self.weights.named():
+            yield name, tensor.to(self.dtype)
+
+    @torch.no_grad()
+    def state(self, *, keeps: bool = True) -> BackendState:
+        """Return the whole state on the CPU; without `keeps`, only take part in gathering it."""
+        kept: dict[str, dict[str, Tensor]] = {}
+        for kind in (WEIGHT, *(MOMENTS if self.updates else ())):
+            named = self.weights.named(kind)
+            gathered = fused_experts(named, self.shape) if self.shape.experts else named
+            kept[kind] = {name: tensor.cpu() for name, tensor in gathered if keeps}
+        model = kept.pop(WEIGHT)
+        optimizer = {
+            f"{kind}/{name}": tensor
+            for kind, tensors in kept.items()
+            for name, tensor in tensors.items()
+        }
+        if self.updates:
+            optimizer |= {f"{STEP}/{name}": torch.tensor(float(self.updates)) for name in model}
+        return BackendState(model=model, optimizer=optimizer, updates=self.updates)
+
+    @torch.no_grad()
+    def restore(self, state: BackendState | None, *, updates: int, kinds: Sequence[str]) -> None:
+        """Cut rank 0's state over the ranks; None on the others."""
+        self.weights.shards.clear()
+        for kind in (WEIGHT, *(kind for kind in kinds if kind != STEP)):
+            found = None if state is None else dict(single_experts(_of_kind(state, kind)))
+            self.weights.take(kind, found)
+        if kinds:
+            self.weights.shards.set_step(updates)
+        self.updates = updates
 
     def _gaps_over(self, dp: dist.ProcessGroup, sums: Sums) -> list[float]:
         most = torch.tensor(sums.samples, device=self._device)
@@ -203,33 +237,8 @@ class MegatronBackend:
 
     @property
     def _device(self) -> torch.device:
-        device: torch.device = next(iter(self.parameters.values())).device
+        device: torch.device = next(self.policy.parameters()).device
         return device
-
-    def _own(self) -> Iterator[Place]:
-        rank = parallel_state.get_expert_model_parallel_rank()
-        for place in places(self.shape, self.layout):
-            if not place.rule.is_expert or place.ep_rank == rank:
-                yield place
-
-    def _gathered(self, place: Place) -> list[Tensor]:
-        """Return the tensor-parallel parts of one place; every rank must ask."""
-        if place.rule.is_expert:
-            group = parallel_state.get_expert_model_parallel_group()
-            owner = dist.get_global_rank(group, place.ep_rank)
-            model = self.parameters.get(place.name)
-            assert model is not None
-            part = model.detach().clone()
-            if group.size() > 1:
-                dist.broadcast(part, owner, group=group)
-            return [part]
-        part = self.parameters[place.name].detach()
-        group = parallel_state.get_tensor_model_parallel_group()
-        if place.rule.cut == "copy" or group.size() == 1:
-            return [part]
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return parts
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if batch.ends is None:
@@ -259,6 +268,15 @@ class MegatronBackend:
             dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
             tokens = int(most)
         return tokens + -tokens % self.layout.tp
+
+
+def _of_kind(state: BackendState, kind: str) -> Iterator[tuple[str, Tensor]]:
+    if kind == WEIGHT:
+        yield from state.model.items()
+        return
+    for key, tensor in state.optimizer.items():
+        if key.startswith(f"{kind}/"):
+            yield key.removeprefix(f"{kind}/"), tensor
 
 
 def _row_ends(tokens: Tensor) -> Tensor:

@@ -27,11 +27,15 @@ from megatron.core.transformer.module import (  # type: ignore[import-not-found,
 from megatron.core.transformer.moe import (  # type: ignore[import-not-found, unused-ignore]
     moe_utils,
 )
+from megatron.core.transformer.spec_utils import (  # type: ignore[import-not-found, unused-ignore]
+    ModuleSpec,
+)
 from megatron.core.transformer.transformer_config import (  # type: ignore[import-not-found, unused-ignore]
     TransformerConfig,
 )
 from torch import Tensor
 
+from agentrl.training.grouped_experts import GroupedExperts
 from agentrl.training.hf_map import Layout
 from agentrl.training.hf_shape import ModelShape
 
@@ -94,13 +98,21 @@ class Body(GPTModel):  # type: ignore[misc, unused-ignore]
 
 
 def make_body(
-    shape: ModelShape, hf: Mapping[str, Any], layout: Layout, dtype: torch.dtype
+    shape: ModelShape,
+    hf: Mapping[str, Any],
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    recomputes: bool = False,
 ) -> tuple[Any, Body]:
     """Return Megatron's config and this rank's part of the model, its weights not yet loaded."""
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 binds the name with Transformer Engine only, and reads it without
         moe_utils.te_general_gemm = None
     config = make_config(shape, hf, layout, dtype)
+    if recomputes:  # of each layer only its input is kept
+        config.recompute_granularity, config.recompute_method = "full", "uniform"
+        config.recompute_num_layers = 1
     body = Body(
         config=config,
         transformer_layer_spec=layer_spec(shape),
@@ -171,6 +183,8 @@ def layer_spec(shape: ModelShape) -> Any:
     if shape.has_qk_norm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     attention.core_attention = PackedAttention
+    if shape.experts:
+        layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     transformer_block.LayerNormImpl = RMSNorm  # the final norm, which no spec names
     return spec
 

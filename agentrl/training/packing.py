@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from agentrl.config import TrainingConfig
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -89,6 +91,16 @@ def pack(
             rows = []
         rows.append(sample)
     return [*batches, stack(rows)] if rows else batches
+
+
+def pack_step(samples: Sequence[Sample], config: TrainingConfig) -> list[MicroBatch]:
+    """Pack a step's samples as the config says."""
+    return pack(
+        samples,
+        config.micro_batch_tokens,
+        is_packed=config.packing == "packed",
+        ranks=config.ranks,
+    )
 
 
 def _level(ordered: Sequence[Sample], budget: int, ranks: int) -> list[list[Sample]]:

@@ -127,7 +127,7 @@ def started(config: RunConfig) -> Iterator[World]:
     """Be rank 0: start the other ranks, and end them with the block."""
     device = pick_device(config)
     size = config.training.ranks
-    if size == 1 and device.type == "cpu":
+    if size == 1 and device.type == "cpu" and config.training.backend == "torch":
         yield ALONE
         return
     store = TCPStore(

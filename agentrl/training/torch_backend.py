@@ -28,6 +28,7 @@ from agentrl.training.policy import Policy, plain_name
 from agentrl.training.ranks import ALONE, World
 from agentrl.training.sharding import layers_of, like, shard, whole
 from agentrl.training.step_loss import Sums, batch_loss
+from agentrl.training.taken import Taken, as_tensors, reread
 
 STEP, LOGPROBS, GATHER, RESTORE = 1, 2, 3, 4
 SCALARS = "step"
@@ -39,7 +40,7 @@ class TorchBackend:
 
     def __init__(self, folder: Path, config: RunConfig, *, world: World = ALONE) -> None:
         torch.set_num_threads(config.training.threads)
-        self.config = config.training
+        self.run, self.config = config, config.training
         self.temperature = config.agent.temperature
         self.world = world
         self.device = world.device
@@ -75,9 +76,13 @@ class TorchBackend:
         self.world.tell(LOGPROBS, ranks.to_tensors([[batch]]))
         return self._logprobs(batch)
 
-    def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
+    def train_step(
+        self, batches: Sequence[MicroBatch], taken: Taken | None = None
+    ) -> dict[str, float]:
         hands = deal(batches, self.world.size)
-        self.world.tell(STEP, ranks.to_tensors(hands) if self.world.size > 1 else None)
+        if self.world.size > 1:
+            told = ranks.to_tensors(hands) if taken is None else as_tensors(taken, batches)
+            self.world.tell(STEP, told)
         return self._step(hands[0])
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +114,7 @@ class TorchBackend:
         while True:
             call, told = self.world.heed()
             if call == STEP:
-                self._step(ranks.from_tensors(told, self.world.rank))
+                self._step(self._hand(told))
             elif call == LOGPROBS:
                 self._logprobs(ranks.from_tensors(told, 0)[0])
             elif call == GATHER:
@@ -120,6 +125,11 @@ class TorchBackend:
                 self._restore(None, sorted(told), updates)
             else:
                 return
+
+    def _hand(self, told: dict[str, Tensor]) -> Sequence[MicroBatch]:
+        if "draws" not in told:
+            return ranks.from_tensors(told, self.world.rank)
+        return deal(reread(told, self.run), self.world.size)[self.world.rank]
 
     def _policy(self, folder: Path) -> Policy:
         attention = register() if self.config.packing == "packed" else "sdpa"

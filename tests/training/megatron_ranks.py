@@ -7,12 +7,18 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from fabricate import make_config, make_group
+import torch.distributed as dist
+from fabricate import fill_spool, make_config, make_group
 
+from agentrl.events import NoEvents
 from agentrl.training.hf_map import Layout
 from agentrl.training.intake import make_batch
+from agentrl.training.led import Led, follow
+from agentrl.training.loop import train
 from agentrl.training.packing import pack
+from agentrl.training.ranks import END, World
 from agentrl.training.torch_backend import TorchBackend
+from agentrl.weights.version import latest
 
 SIZES = {
     "hidden_size": 32,
@@ -60,6 +66,8 @@ def agree(rank: int, size: int, folder: str, tp: str, ep: str, packing: str) -> 
     config.training.packing = packing
     config.training.lr = 1e-4
     config.training.entropy_coef = 0.01
+    config.training.weight_decay = 0.1
+    config.training.recompute = "layers" if tp == "2" else "none"
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
     samples = make_batch(groups, 0, config, Counter()).samples
     batches = pack(samples, 67, is_packed=packing == "packed")
@@ -89,3 +97,46 @@ def agree(rank: int, size: int, folder: str, tp: str, ep: str, packing: str) -> 
     assert all(not torch.equal(weights[name], start[name]) for name in weights)
     for name, value in wanted.items():
         assert abs(found[name] - value) < 1e-4 * max(1, abs(value)), (name, found[name], value)
+    goes_on(megatron, MegatronBackend(Path(folder), config, megatron.layout), reference, batches)
+
+
+def goes_on(megatron, fresh, reference, batches) -> None:
+    """Fail unless a back end that took the state over goes on as if nothing had been."""
+    state = megatron.state()
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    leads = dist.get_rank() == 0
+    fresh.restore(state if leads else None, updates=state.updates, kinds=kinds)
+    reference.restore(state)  # of another layout, and another back end
+    for backend in (megatron, fresh, reference):
+        backend.train_step(batches)
+    straight, resumed = dict(megatron.export_hf()), dict(fresh.export_hf())
+    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
+    for name, tensor in reference.export_hf():
+        torch.testing.assert_close(straight[name], tensor, atol=1e-5, rtol=0)
+
+
+def run(rank: int, size: int, folder: str) -> None:
+    """Train by the loop: straight, and stopped and resumed; the last weights must be equal."""
+    import mcore_cpu_shim
+
+    mcore_cpu_shim.install()
+    from agentrl.training.megatron_backend import MegatronBackend
+
+    world = World(rank=rank, size=size, control=dist.new_group(backend="gloo"))
+    config = make_config(Path(folder).parent, Path(folder))
+    config.training.ranks = size
+    config.training.max_trained_staleness = config.training.steps
+    ends = []
+    for name, steps in (("straight", 3), ("halved", 1), ("halved", 3)):
+        config.name, config.training.steps = name, steps
+        backend = MegatronBackend(Path(folder), config, Layout())
+        if rank:
+            follow(backend, world, config)
+            continue
+        if len(ends) < 2:
+            fill_spool(config, range(6))
+        led = Led(backend, world)
+        train(config, attempt=steps, stop=lambda: False, events=NoEvents(), backend=led)
+        world.tell(END)
+        ends.append((latest(config.run_dir / "weights").folder / "model.safetensors").read_bytes())
+    assert rank or ends[0] == ends[2] != ends[1]

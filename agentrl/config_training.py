@@ -1,0 +1,61 @@
+"""What the trainer's parallel sizes must satisfy, alone and together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from agentrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from agentrl.config import TrainingConfig
+
+SIZES = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel")
+
+
+def check_training(config: TrainingConfig) -> None:
+    """Refuse a cut over ranks that the back end cannot make."""
+    for name in SIZES:
+        if (size := getattr(config, name)) < 1:
+            raise ConfigError(f"training.{name}={size}: must be 1 or more")
+        if size > 1 and config.backend == "torch":
+            raise ConfigError(
+                f"training.{name}={size} with training.backend=torch: FSDP2 cuts over "
+                f"training.ranks by itself; set it to 1, or training.backend=megatron"
+            )
+    if config.backend == "megatron":
+        _check_megatron(config)
+
+
+def _check_megatron(config: TrainingConfig) -> None:
+    if config.context_parallel > 1:
+        raise ConfigError(
+            f"training.context_parallel={config.context_parallel}: a sequence is never cut over "
+            "ranks here; raise training.tensor_parallel, which cuts its activations too, set "
+            "training.recompute=layers, or lower agent.tokens_per_trajectory"
+        )
+    if config.pipeline_parallel > 1:
+        raise ConfigError(
+            f"training.pipeline_parallel={config.pipeline_parallel}: the layers of one model stay "
+            "on one stage here; raise training.tensor_parallel or training.expert_parallel instead"
+        )
+    for name in ("tensor_parallel", "expert_parallel"):
+        if config.ranks % (size := getattr(config, name)):
+            raise ConfigError(
+                f"training.{name}={size} does not divide training.ranks={config.ranks}; "
+                "take a size that does"
+            )
+    if config.kl_coef:
+        raise ConfigError(
+            f"training.kl_coef={config.kl_coef} with training.backend=megatron: it keeps no "
+            "starting model to compare with; set 0, or training.backend=torch"
+        )
+    if config.compile:
+        raise ConfigError(
+            "training.compile=true with training.backend=megatron: its layers are not compiled; "
+            "set false"
+        )
+    if config.device != "gpu":
+        raise ConfigError(
+            f"training.backend=megatron with training.device={config.device}: megatron-core "
+            "computes on GPUs only; set training.device=gpu, or training.backend=torch"
+        )

@@ -1,0 +1,65 @@
+"""Which back end a run trains with: made on each of the trainer's ranks."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agentrl.config import RunConfig
+from agentrl.errors import ConfigError
+from agentrl.training.backend import Backend
+from agentrl.training.hf_map import Layout
+from agentrl.training.led import Led
+from agentrl.training.led import follow as follow_together
+from agentrl.training.ranks import World
+from agentrl.training.torch_backend import TorchBackend
+
+if TYPE_CHECKING:
+    from agentrl.training.megatron_backend import MegatronBackend
+
+OLDEST, TOO_NEW = (0, 16, 1), (0, 20)
+INSTALL = "pip install 'megatron-core>=0.16.1,<0.20'"
+
+
+def open_backend(config: RunConfig, world: World) -> Backend:
+    """Rank 0: return the back end of `training.backend`, its starting model loaded."""
+    if config.training.backend == "torch":
+        return TorchBackend(Path(config.model.path), config, world=world)
+    return Led(open_megatron(config), world)
+
+
+def follow(config: RunConfig, world: World) -> None:
+    """Any other rank: take part until rank 0 ends."""
+    if config.training.backend == "torch":
+        TorchBackend(Path(config.model.path), config, world=world).follow()
+    else:
+        follow_together(open_megatron(config), world, config)
+
+
+def open_megatron(config: RunConfig) -> MegatronBackend:
+    """Return this rank's part. Raises ConfigError without a megatron-core that we know."""
+    require_megatron()
+    from agentrl.training.megatron_backend import MegatronBackend  # only with megatron-core
+
+    training = config.training
+    layout = Layout(
+        tp=training.tensor_parallel, ep=training.expert_parallel, pp=training.pipeline_parallel
+    )
+    return MegatronBackend(Path(config.model.path), config, layout)
+
+
+def require_megatron() -> None:
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "training.backend=megatron: megatron-core is not installed where the trainer runs; "
+            f"{INSTALL} there, or set training.backend=torch"
+        ) from error
+    number = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    if not OLDEST <= number < TOO_NEW:
+        raise ConfigError(
+            f"training.backend=megatron: megatron-core {found} is installed, and the code was "
+            f"written against 0.16.1 and newer, below 0.20; {INSTALL}"
+        )

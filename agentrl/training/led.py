@@ -1,0 +1,96 @@
+"""A back end whose ranks all make the same call: rank 0 is called, the others are told.
+
+For a back end that cuts each step itself (megatron_backend); TorchBackend tells by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from agentrl.config import RunConfig
+from agentrl.training import ranks
+from agentrl.training.backend import BackendState
+from agentrl.training.packing import MicroBatch
+from agentrl.training.ranks import World
+from agentrl.training.taken import Taken, as_tensors, reread
+
+LOGPROBS, STEP, EXPORT, STATE, RESTORE = 1, 2, 3, 4, 5
+
+
+class Together(Protocol):
+    """A back end of which every rank makes each call, with the same whole step."""
+
+    gaps: list[float]
+
+    def logprobs(self, batch: MicroBatch) -> Tensor: ...
+
+    def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]: ...
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def state(self, *, keeps: bool = True) -> BackendState:
+        """Return the whole state; without `keeps`, take part only, and return it empty."""
+
+    def restore(self, state: BackendState | None, *, updates: int, kinds: Sequence[str]) -> None:
+        """Take over rank 0's `state`; the other ranks give None."""
+
+
+class Led:
+    """Rank 0's end of it."""
+
+    def __init__(self, backend: Together, world: World) -> None:
+        self.backend, self.world = backend, world
+
+    @property
+    def gaps(self) -> list[float]:
+        return self.backend.gaps
+
+    def logprobs(self, batch: MicroBatch) -> Tensor:
+        self.world.tell(LOGPROBS, ranks.to_tensors([[batch]]))
+        return self.backend.logprobs(batch)
+
+    def train_step(
+        self, batches: Sequence[MicroBatch], taken: Taken | None = None
+    ) -> dict[str, float]:
+        told = ranks.to_tensors([batches]) if taken is None else as_tensors(taken, batches)
+        self.world.tell(STEP, told)
+        return self.backend.train_step(batches)
+
+    def export_hf(self) -> Iterator[tuple[str, Tensor]]:
+        self.world.tell(EXPORT)
+        yield from self.backend.export_hf()
+
+    def state(self) -> BackendState:
+        self.world.tell(STATE)
+        return self.backend.state()
+
+    def restore(self, state: BackendState) -> None:
+        kinds = sorted({key.partition("/")[0] for key in state.optimizer})
+        told = {kind: torch.ones(1) for kind in kinds}
+        self.world.tell(RESTORE, told | {"updates": torch.tensor(state.updates)})
+        self.backend.restore(state, updates=state.updates, kinds=kinds)
+
+
+def follow(backend: Together, world: World, config: RunConfig) -> None:
+    """Any other rank: take part in what rank 0 is called for, until it ends."""
+    while True:
+        call, told = world.heed()
+        if call == LOGPROBS:
+            backend.logprobs(ranks.from_tensors(told, 0)[0])
+        elif call == STEP:
+            is_read = "draws" in told
+            backend.train_step(reread(told, config) if is_read else ranks.from_tensors(told, 0))
+        elif call == EXPORT:
+            for _ in backend.export_hf():
+                pass
+        elif call == STATE:
+            backend.state(keeps=False)
+        elif call == RESTORE:
+            updates = int(told.pop("updates"))
+            backend.restore(None, updates=updates, kinds=sorted(told))
+        else:
+            return

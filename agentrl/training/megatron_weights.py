@@ -1,0 +1,137 @@
+"""A Megatron model's tensors by their Hugging Face names, over its ranks: read, gathered, set.
+
+One place of the map at a time, so that never more than one whole tensor is in the way. Every rank
+makes each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state  # type: ignore[import-not-found, unused-ignore]
+from torch import Tensor, nn
+
+from agentrl.errors import CheckpointError
+from agentrl.training.convert import WeightFiles
+from agentrl.training.hf_map import Layout, Place, fuse, join, places, shapes_of, split, unfuse
+from agentrl.training.hf_shape import ModelShape
+from agentrl.training.megatron_state import WEIGHT, OptimizerShards
+
+
+class MegatronWeights:
+    """This rank's parameters by Megatron's names, and the way between them and whole tensors."""
+
+    shards: OptimizerShards
+    """Set once there is an optimizer."""
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], shape: ModelShape, layout: Layout
+    ) -> None:
+        self.parameters, self.shape, self.layout = parameters, shape, layout
+        self.device = next(iter(parameters.values())).device
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read this rank's part of a Hugging Face folder, a tensor at a time."""
+        files = WeightFiles(folder)
+        for place in self._places():
+            if self._has(place):
+                whole = fuse(place, [files.get(name) for name in place.hf], self.shape)
+                self._view(place).copy_(self._mine_of(split(place, whole, self.layout.tp)))
+
+    @torch.no_grad()
+    def named(self, kind: str = "") -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, or a kind of the optimizer's state in float32, whole, on every rank.
+
+        kind: WEIGHT, `exp_avg` or `exp_avg_sq`; empty: the weights that the model computes with.
+        """
+        for place in self._places():
+            parts = self._gathered(place, self._part(place, kind))
+            tensors = unfuse(place, join(place, parts, self.shape), self.shape)
+            yield from zip(place.hf, tensors, strict=True)
+
+    @torch.no_grad()
+    def take(self, kind: str, source: Mapping[str, Tensor] | None) -> None:
+        """Set one kind from rank 0's whole tensors; the other ranks give None.
+
+        Raises CheckpointError for tensors of another model.
+        """
+        if source is not None:
+            wanted = {name for place in self._places() for name in place.hf}
+            if odd := sorted(wanted ^ source.keys()):
+                names = ", ".join(odd[:3])
+                raise CheckpointError(f"checkpoint is of another model: {names} differ")
+        for place in self._places():
+            tensors = [
+                self._told(None if source is None else source[name], wanted_shape)
+                for name, wanted_shape in zip(place.hf, shapes_of(place, self.shape), strict=True)
+            ]
+            if not self._has(place):
+                continue
+            part = self._mine_of(split(place, fuse(place, tensors, self.shape), self.layout.tp))
+            if kind == WEIGHT:
+                self._view(place).copy_(part)
+            parameter, first, _ = self._slot(place)
+            self.shards.put(parameter, kind, first, part.reshape(-1))
+
+    def _places(self) -> Iterator[Place]:
+        return places(self.shape, self.layout)
+
+    def _has(self, place: Place) -> bool:
+        rank = parallel_state.get_expert_model_parallel_rank()
+        return not place.rule.is_expert or place.ep_rank == rank
+
+    def _mine_of(self, parts: Sequence[Tensor]) -> Tensor:
+        rank = parallel_state.get_tensor_model_parallel_rank() if len(parts) > 1 else 0
+        return parts[rank]
+
+    def _told(self, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """Return rank 0's tensor on every rank, float32."""
+        if tensor is None:
+            tensor = torch.empty(shape)
+        told = tensor.to(self.device, torch.float32).contiguous()
+        if dist.get_world_size() > 1:
+            dist.broadcast(told, 0)
+        return told
+
+    def _slot(self, place: Place) -> tuple[nn.Parameter, int, torch.Size]:
+        """Return the parameter that holds a place, from which element on, and its shape there."""
+        if not place.rule.is_expert:
+            parameter = self.parameters[place.name]
+            return parameter, 0, parameter.shape
+        stem, _, rest = place.name.partition(".local_experts.")
+        here, kind, _ = rest.split(".")
+        parameter = self.parameters[f"{stem}.{kind}"]  # GroupedExperts: all of a rank in one
+        return parameter, int(here) * parameter[0].numel(), parameter.shape[1:]
+
+    def _view(self, place: Place) -> Tensor:
+        """Return a view of the model's own memory; Megatron moves that once, to its buffers."""
+        parameter, first, shape = self._slot(place)
+        return parameter.detach().view(-1)[first : first + shape.numel()].view(shape)
+
+    def _part(self, place: Place, kind: str) -> Tensor:
+        """Return this rank's part of a place; of another's experts, room for it."""
+        if not kind:
+            return self._view(place)
+        parameter, first, shape = self._slot(place)
+        if not self._has(place):
+            return torch.empty(shape, dtype=torch.float32, device=self.device)
+        return self.shards.get(parameter, kind, first, shape.numel()).view(shape)
+
+    def _gathered(self, place: Place, part: Tensor) -> list[Tensor]:
+        """Return copies of the parts of one place that `join` makes whole."""
+        if place.rule.is_expert:
+            group = parallel_state.get_expert_model_parallel_group()
+            part = part.clone()
+            if group.size() > 1:
+                dist.broadcast(part, dist.get_global_rank(group, place.ep_rank), group=group)
+            return [part]
+        group = parallel_state.get_tensor_model_parallel_group()
+        if place.rule.cut == "copy" or group.size() == 1:
+            return [part.clone()]
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return parts

@@ -1,0 +1,88 @@
+"""Which back end is taken, and what is refused with words."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+
+import pytest
+from fabricate import fill_spool
+
+from agentrl.config_training import check_training
+from agentrl.errors import ConfigError, LaunchError
+from agentrl.events import NoEvents
+from agentrl.training.backends import open_backend, require_megatron
+from agentrl.training.intake import Intake
+from agentrl.training.packing import pack_step
+from agentrl.training.ranks import ALONE
+from agentrl.training.taken import Taken, as_tensors, reread
+from agentrl.training.torch_backend import TorchBackend
+
+
+def test_torch_is_what_a_run_trains_with_unless_it_says_otherwise(tiny_config):
+    assert isinstance(open_backend(tiny_config, ALONE), TorchBackend)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="it is installed")
+def test_megatron_that_is_not_installed_is_refused_with_the_command(tiny_config):
+    tiny_config.training.backend = "megatron"
+    with pytest.raises(ConfigError, match=r"not installed.*pip install 'megatron-core>=0\.16\.1"):
+        open_backend(tiny_config, ALONE)
+
+
+@pytest.mark.parametrize("found", ["0.16.0", "0.20.0", "1.0"])
+def test_a_megatron_of_another_time_is_refused(tmp_path, monkeypatch, found):
+    folder = tmp_path / f"megatron_core-{found}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Name: megatron-core\nVersion: {found}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=f"megatron-core {found} is installed"):
+        require_megatron()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel": 2}, "tensor_parallel=2 with training.backend=torch"),
+        ({"context_parallel": 0}, "must be 1 or more"),
+        ({"backend": "megatron", "context_parallel": 2}, "raise training.tensor_parallel"),
+        ({"backend": "megatron", "pipeline_parallel": 2}, "expert_parallel instead"),
+        ({"backend": "megatron", "tensor_parallel": 2, "ranks": 3}, "does not divide"),
+        ({"backend": "megatron", "kl_coef": 0.1}, "keeps no starting model"),
+        ({"backend": "megatron", "compile": True}, "are not compiled"),
+        ({"backend": "megatron"}, "computes on GPUs only"),
+    ],
+)
+def test_a_cut_that_cannot_be_made_says_what_to_set(tiny_config, changes, words):
+    with pytest.raises(ConfigError, match=words):
+        check_training(dataclasses.replace(tiny_config.training, **changes))
+
+
+def take(config):
+    """Return what rank 0 would tell the others of its first step."""
+    fill_spool(config, range(2))
+    batch = Intake(config=config, consumed={}, events=NoEvents()).wait(0, lambda: False, print)
+    batches = pack_step(batch.samples, config.training)
+    taken = Taken(draws=tuple(batch.outcome), nodes=batch.nodes, version=0)
+    return batches, as_tensors(taken, batches)
+
+
+def test_another_rank_reads_the_very_step_from_the_spool(tiny_config):
+    batches, told = take(tiny_config)
+    again = reread(told, tiny_config)
+    assert [one.tokens.tolist() for one in again] == [one.tokens.tolist() for one in batches]
+    assert [one.weights.tolist() for one in again] == [one.weights.tolist() for one in batches]
+
+
+def test_a_rank_that_reads_something_else_says_so(tiny_config):
+    _, told = take(tiny_config)
+    tiny_config.training.std_normalize = False
+    with pytest.raises(LaunchError, match=r"draws \[0, 1\].*not, for this rank"):
+        reread(told, tiny_config)
+
+
+def test_a_rank_that_does_not_see_the_spool_says_so(tiny_config):
+    _, told = take(tiny_config)
+    tiny_config.name = "elsewhere"
+    with pytest.raises(LaunchError, match="must see one filesystem"):
+        reread(told, tiny_config)
