@@ -41,6 +41,15 @@ HELD = 'trap "" USR2 TERM; exec "$@"'
 """Inside again, for Apptainer's runtime sets signals back: no death by one before it listens."""
 HOME = '--home="$home"'
 """A word of the exec line that is bash already; enter_script sets the variable."""
+SHIELD = (
+    "fuse=$home/.fuse real=$(type -P squashfuse_ll)",
+    'if [[ $real ]] && mkdir -p "$fuse"; then',
+    """    printf '#!/bin/sh\\ntrap "" USR2 TERM\\nexec %q "$@"\\n' "$real" >"$fuse/.$$\"""",
+    '    chmod +x "$fuse/.$$" && mv "$fuse/.$$" "$fuse/squashfuse_ll" && PATH=$fuse:$PATH',
+    "fi",
+)
+"""Where Apptainer mounts the image by FUSE: Slurm may signal every process of a step, and without
+its squashfuse_ll a role would lose the image while it saves."""
 WIDTH = 98
 
 
@@ -94,6 +103,7 @@ def enter_script(container: Container, mark: str) -> str:
             '    echo "scratch $home on $HOSTNAME: not a folder of yours; set cluster.scratch" >&2',
             "    exit 2",
             "fi",
+            *SHIELD,
             *_broken("crosses=(", crossing_patterns(container), ")"),
             "for name in $(compgen -e); do",
             '    for pattern in "${crosses[@]}"; do',

@@ -5,6 +5,11 @@ if ! mkdir -p "$home" || ! [[ -O $home ]]; then
     echo "scratch $home on $HOSTNAME: not a folder of yours; set cluster.scratch" >&2
     exit 2
 fi
+fuse=$home/.fuse real=$(type -P squashfuse_ll)
+if [[ $real ]] && mkdir -p "$fuse"; then
+    printf '#!/bin/sh\ntrap "" USR2 TERM\nexec %q "$@"\n' "$real" >"$fuse/.$$"
+    chmod +x "$fuse/.$$" && mv "$fuse/.$$" "$fuse/squashfuse_ll" && PATH=$fuse:$PATH
+fi
 crosses=('SLURM_.*' SLURMD_NODENAME 'AGENTRL_.*' PYTHONSAFEPATH '(ROCR|HIP|CUDA)_VISIBLE_DEVICES'
     GPU_DEVICE_ORDINAL '(NCCL|RCCL|GLOO|UCX)_.*' 'FI_.*' 'HSA_.*' 'HIP_.*' 'MIOPEN_.*'
     '(OMP|MKL)_NUM_THREADS' '(HF|WANDB|E2B)_.*' '(http|https|no)_proxy' 'USER|TZ' MY_SITE)
