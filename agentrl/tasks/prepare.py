@@ -26,6 +26,7 @@ from agentrl.errors import ConfigError, TaskError
 from agentrl.handoff.publish import publish_json
 from agentrl.tasks.build import build
 from agentrl.tasks.load import load_split, split_path
+from agentrl.tasks.records import rows_file
 from agentrl.tasks.repair import Row, numbered
 from agentrl.tasks.rows import read_rows, write_rows
 from agentrl.tasks.splits import partition
@@ -33,6 +34,8 @@ from agentrl.tasks.validate import validate_all
 
 log = logging.getLogger(__name__)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+UNMADE = ("test_setup", "environment", "subset")
+"""Keys of tasks that are not made here."""
 GENERATOR = 4
 """Raised when the generator changes what a seed gives, so that older folders are made anew."""
 
@@ -40,15 +43,16 @@ GENERATOR = 4
 def prepare(config: RunConfig) -> None:
     """Make the splits and the model unless folders with the same settings are there.
 
-    Rows of `swesmith` are validated in sandboxes, once. Raises TaskError when their files are
-    missing or some cannot decide anything, ConfigError for a model that is missing.
+    JSONL rows of `swesmith` are validated in sandboxes, once; `agentrl validate` does it for every
+    form. Raises TaskError when the training tasks are missing or some row cannot decide anything,
+    ConfigError for a model that is missing.
     """
     if config.tasks.source == "repair":
         _prepare_tasks(config)
-    elif not split_path(config.tasks, "train").is_file():
-        raise TaskError(
-            f"{split_path(config.tasks, 'train')}: no such file; put SWE-smith rows there"
-        )
+    elif config.tasks.source == "harbor":
+        load_split(config.tasks, "train")
+    else:
+        rows_file(Path(config.tasks.folder), "train")
     if config.model.init == "qwen3":
         _prepare_model(config)
     elif not (Path(config.model.path) / "config.json").is_file():
@@ -116,7 +120,7 @@ def _counted(progress: Progress, bar: TaskID, rows: Iterable[Row]) -> Iterator[R
 
 def _task_settings(config: RunConfig) -> dict[str, object]:
     kept = asdict(config.tasks)
-    for name in ("folder", "grade_timeout_s"):
+    for name in (*UNMADE, "folder", "grade_timeout_s"):
         del kept[name]
     return {"generator": GENERATOR, "sft_traces": config.sft.traces, **kept}
 

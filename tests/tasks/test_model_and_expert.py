@@ -185,7 +185,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="must be one of"):
         load_split(config.tasks, "tain")
     config.tasks.source = "swesmith"
-    with pytest.raises(TaskError, match="put SWE-smith rows there"):
+    with pytest.raises(TaskError, match="or put one file of rows there"):
         prepare(config)
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/train.jsonl").write_text("{}\n")
