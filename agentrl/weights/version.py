@@ -13,15 +13,16 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from agentrl.errors import PublishError, RecordError
 from agentrl.handoff.publish import fsync_folder, publish_json
 from agentrl.weights.lease import folder_name, lease, leased, prune, release
+
+if TYPE_CHECKING:  # an inference node's processes read announcements only: seconds, and 300 MB each
+    import torch
 
 __all__ = [
     "Announced",
@@ -76,6 +77,8 @@ def tensor_checksum(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     Over name, dtype, shape and raw little-endian bytes of each tensor, by sorted name.
     A tied tensor counts once, under the name that `named_parameters()` gives it.
     """
+    import torch
+
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
         digest.update(f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0".encode())
@@ -215,6 +218,8 @@ def _problem(announced: Announced) -> str:
 def _write_folder(
     folder: Path, named: dict[str, torch.Tensor], model_folder: Path
 ) -> dict[str, str]:
+    from safetensors.torch import save_file
+
     folder.mkdir()
     save_file(named, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     for name in COPIED:
