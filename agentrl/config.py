@@ -91,7 +91,7 @@ class SandboxConfig:
     memory_mb: int = 512
     """Address space of one process in a sandbox, MiB."""
     total_memory_mb: int = 2048
-    """Memory of all processes of one sandbox together, MiB; watched, so it is passed for a moment."""
+    """Memory of all processes of one sandbox together, MiB; watched: for a moment it is passed."""
     cpu_s: int = 60
     """CPU time of one process in a sandbox, seconds."""
     processes: int = 64
