@@ -19,12 +19,13 @@ from functools import partial
 from pathlib import Path
 
 from agentrl import config as schema
+from agentrl.caps import shortages, wanted
 from agentrl.config import RunConfig
 from agentrl.errors import AgentRLError
 from launch import doctor_nodes
 from launch.command import add_config, guard, parse, parser
 from launch.findings import Finding, fail, looked, ok, show, skip, warn
-from launch.plan import caps_of
+from launch.plan import caps_of, verdict
 from launch.run_dir import RunDir, settled
 
 LEAST_SLURM = (20, 11)
@@ -213,13 +214,14 @@ def ports() -> Finding:
 
 
 def smallest_cap(config: RunConfig) -> Iterator[Finding]:
-    """Show the smallest cap on trajectories at once; `agentrl plan` has all of them."""
-    caps = caps_of(config, is_here=not config.cluster.is_slurm)
-    if not caps:
-        yield skip("caps", "none known")
-        return
-    least = caps[0]
-    yield ok("caps", f"{least.at_once} trajectories at once on a node: {least.name}")
+    """Say what bounds trajectories at once; `agentrl plan` has all caps."""
+    caps, number = caps_of(config, is_here=not config.cluster.is_slurm), wanted(config)
+    if short := shortages(caps, number):
+        least = short[0]
+        advice = f"{least.fix}, or lower rollout.concurrency"
+        yield fail("caps", f"{least.name} allow {least.at_once} of {number} trajectories", advice)
+    else:
+        yield ok("caps", verdict(caps, number))
 
 
 LOCAL = (cgroup, ports)
