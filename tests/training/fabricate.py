@@ -102,14 +102,16 @@ def fill_spool(
 def run_ranks(folder: Path, work: str, size: int, *extra: str) -> None:
     """Run `module:function(rank, size, *extra)` of this folder in `size` gloo processes."""
     script = (
-        "import importlib, sys, torch.distributed as dist\n"
+        "import importlib, os, sys, torch.distributed as dist\n"
         "store, work, rank, size, *extra = sys.argv[1:]\n"
         "rank, size = int(rank), int(size)\n"
         "dist.init_process_group('gloo', init_method=f'file://{store}', rank=rank,\n"
         "                        world_size=size)\n"
         "module, _, name = work.partition(':')\n"
         "getattr(importlib.import_module(module), name)(rank, size, *extra)\n"
+        "dist.barrier()\n"
         "dist.destroy_process_group()\n"
+        "os._exit(0)\n"  # gloo's threads, at times alive still, would abort the interpreter's end
     )
     store = folder / "ranks-store"
     store.unlink(missing_ok=True)
