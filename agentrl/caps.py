@@ -12,8 +12,8 @@ from typing import Any
 from agentrl.config import RunConfig
 from agentrl.sandbox.limits import (
     FILES_PER_SANDBOX,
-    PROCESSES_PER_SANDBOX,
     RESERVED_FILES,
+    processes_of,
 )
 
 UNBOUNDED = 1 << 62
@@ -216,7 +216,7 @@ def _of_host(config: RunConfig, host: Host) -> Iterator[Cap]:
             name=name,
             allowed=allowed,
             fixed=workers + config.engine.count,
-            per=PROCESSES_PER_SANDBOX + 1,
+            per=processes_of(config.sandbox.kind),
             unit="processes",
             source=source,
             fix=fix,

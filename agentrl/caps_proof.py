@@ -45,12 +45,12 @@ class Held:
 def prove(config: RunConfig) -> list[Held]:
     """Hold what the config's trajectories at once need of this machine, a kind after the other."""
     from agentrl.caps import wanted
-    from agentrl.sandbox.limits import FILES_PER_SANDBOX, PROCESSES_PER_SANDBOX, RESERVED_FILES
+    from agentrl.sandbox.limits import FILES_PER_SANDBOX, RESERVED_FILES, processes_of
 
     number, one = wanted(config), config.rollout.concurrency
     return [
         hold("files", RESERVED_FILES + (FILES_PER_SANDBOX + 1) * one),
-        hold("processes", (PROCESSES_PER_SANDBOX + 1) * number),
+        hold("processes", processes_of(config.sandbox.kind) * number),
         hold("connections", number),
         asyncio.run(hold_sandboxes(config, number)),
     ]

@@ -115,6 +115,14 @@ def test_each_kind_of_sandbox_has_caps_of_its_own() -> None:
     assert not any(cap.name == "user namespaces" for cap in find_caps(made, host=HOST))
 
 
+def test_an_apptainer_sandbox_counts_the_threads_of_its_monitor() -> None:
+    made = config()
+    plain = at_once(made, "process ids")
+    made.sandbox.kind = "apptainer"
+    assert plain == (32_768 - made.rollout.workers - made.engine.count) // 3
+    assert at_once(made, "process ids") == (32_768 - made.rollout.workers - made.engine.count) // 14
+
+
 def test_memory_that_would_only_run_out_if_all_filled_theirs_is_no_shortage() -> None:
     caps = find_caps(config(), host=replace(HOST, memory_mb=1024))
     assert next(cap for cap in caps if cap.name.startswith("memory")).at_once == 1

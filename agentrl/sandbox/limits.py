@@ -21,6 +21,11 @@ PROCESSES_BY_KIND = {"apptainer": 13, "docker": 0, "e2b": 0}
 about ten, and FUSE is two more."""
 
 
+def processes_of(kind: str) -> int:
+    """Return the processes and threads of one sandbox on this host while a command runs."""
+    return PROCESSES_BY_KIND.get(kind, PROCESSES_PER_SANDBOX) + 1
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """Needs of `concurrency` sandboxes; made by `derive`, so all pools agree."""
@@ -35,11 +40,10 @@ class Limits:
 
     @classmethod
     def derive(cls, concurrency: int, kind: str = "bubblewrap") -> Limits:
-        processes = PROCESSES_BY_KIND.get(kind, PROCESSES_PER_SANDBOX) + 1
         return cls(
             concurrency=concurrency,
             open_files=RESERVED_FILES + FILES_PER_SANDBOX * concurrency,
-            processes=processes * concurrency,
+            processes=processes_of(kind) * concurrency,
             namespaces=concurrency,
             connections=2 * concurrency,
         )

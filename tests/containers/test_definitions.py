@@ -22,11 +22,11 @@ def test_nothing_is_wrong_with_what_ships(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shell_takes_every_post_section(name: str) -> None:
     body = parse(find(name)).sections["post"]
-    subprocess.run(["sh", "-n"], input=body, text=True, check=True)
+    assert subprocess.run(["sh", "-n"], input=body, text=True, check=False).returncode == 0
 
 
 def test_the_shell_takes_what_all_images_do_after_their_base() -> None:
-    subprocess.run(["sh", "-n", str(FOLDER / "post.sh")], check=True)
+    assert subprocess.run(["sh", "-n", str(FOLDER / "post.sh")], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("name", ["rocm", "cuda"])

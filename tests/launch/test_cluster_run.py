@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,22 +19,6 @@ SBATCH = 'for word; do [ "$word" = --test-only ] && exit; done; echo 41'
 SQUEUE = (
     "echo '41+0|41|{state}|trn0|trainer|58:00|None'; echo '41+1|42|{state}|inf0|inference||None'"
 )
-
-
-@pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Puts a program first on PATH, which notes its arguments in NAME.log."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-    def make(name: str, body: str) -> Path:
-        log = folder / f"{name}.log"
-        (folder / name).write_text(f'#!/bin/sh\necho "$@" >>"{log}"\n{body}\n')
-        (folder / name).chmod(0o755)
-        return log
-
-    return make
 
 
 @pytest.fixture

@@ -25,22 +25,6 @@ SAVED = ExitRecord(role="trainer", node=0, code=75, cause="saved", step=2)
 
 
 @pytest.fixture
-def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    """Puts a program first on PATH, which notes its arguments in NAME.log."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-
-    def make(name: str, body: str) -> Path:
-        log = folder / f"{name}.log"
-        (folder / name).write_text(f'#!/bin/sh\necho "$@" >>"{log}"\n{body}\n')
-        (folder / name).chmod(0o755)
-        return log
-
-    return make
-
-
-@pytest.fixture
 def run(odd_path: Path) -> RunDir:
     """A run on a cluster whose second node of inference is suspect."""
     return made(odd_path, ClusterConfig(name="lab"))
