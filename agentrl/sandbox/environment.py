@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxStartError
 from agentrl.sandbox.bubblewrap import ENVIRONMENT
+from agentrl.sandbox.resident import TAKE
 
 PARTS = ("frames", "bounded", "confine", "enclose", "executor")
 PYTHONS = "python3 /usr/bin/python3 /opt/miniconda3/bin/python3 /opt/conda/bin/python3"
@@ -26,17 +27,9 @@ PREPARE = (
     f'for p in {PYTHONS}; do "$p" -I -S -c "$0" "$@" && echo "$p" && exit; done; '
     f'echo "the environment has no Python 3.9 or newer; looked for: {PYTHONS}" >&2; exit 1'
 )
-LOADER = """\
+LOADER = f"""\
 import os, sys
-def take(size):
-    data = b""
-    while len(data) < size:
-        piece = os.read(0, size - len(data))
-        if not piece:
-            os._exit(0)
-        data += piece
-    return data
-exec(take(int.from_bytes(take(4), "big")).decode())
+{TAKE}exec(take(int.from_bytes(take(4), "big")).decode())
 """
 """Runs the executor from its stdin."""
 COMPILE = """\

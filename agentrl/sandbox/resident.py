@@ -23,8 +23,7 @@ MARGIN_S = 15.0
 FILE_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 5.0
 MAX_FRAME = 1 << 30
-LOADER = """\
-import os, marshal, sys
+TAKE = """\
 def take(size):
     data = b""
     while len(data) < size:
@@ -33,7 +32,11 @@ def take(size):
             os._exit(0)
         data += piece
     return data
-for name, code in marshal.loads(take(int.from_bytes(take(4), "big"))):
+"""
+"""Source: reads so many bytes from stdin; its end is the executor's."""
+LOADER = f"""\
+import os, marshal, sys
+{TAKE}for name, code in marshal.loads(take(int.from_bytes(take(4), "big"))):
     module = sys.modules["agentrl.sandbox." + name] = type(sys)(name)
     exec(code, module.__dict__)
 module.main(sys.argv[1:])
