@@ -13,10 +13,12 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from agentrl.handoff.publish import publish_json
+
+if TYPE_CHECKING:  # an inference node's processes read pushes only
+    from torch import Tensor
 
 PUSH = "PUSH.json"
 MEMBERS = "members"

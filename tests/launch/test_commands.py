@@ -44,6 +44,16 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     assert done.stdout.endswith("set()\n")
 
 
+def test_an_inference_node_starts_its_engines_without_importing_torch_itself() -> None:
+    """Four CPU seconds of each node, before its first engine."""
+    code = (
+        "import sys, launch.roles, agentrl.rollout.node, agentrl.rollout.worker;"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
 def test_every_command_is_a_module_with_a_main() -> None:
     assert all(callable(importlib.import_module(f"launch.{name}").main) for name in cli.COMMANDS)
 
