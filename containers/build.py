@@ -9,14 +9,14 @@ import hashlib
 import os
 import re
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.errors import ImageError
-from containers import sif
+from containers import leftovers, sif
 from containers.definition import Definition
+from containers.following import follow
 
 ADVICE = {
     r"no space left on device|disk quota exceeded": (
@@ -50,6 +50,8 @@ ADVICE = {
 
 COMPRESSION = "-comp zstd -Xcompression-level 6"
 """Packs and unpacks faster than mksquashfs's own gzip; Linux mounts it since 4.14."""
+IMAGE_SHARE = 0.25
+"""Of what a build needs on its cache's disk: what the image takes at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +78,12 @@ class Build:
 
     @property
     def draft(self) -> Path:
-        return self.image.with_name(f".{self.image.name}.{os.getpid()}.tmp")
+        return self.image.with_name(f".{self.image.name}.{leftovers.stamp()}.tmp")
+
+    @property
+    def temporary(self) -> Path:
+        """Where the image is unpacked."""
+        return self.cache / "tmp" / leftovers.stamp()
 
 
 def command(build: Build) -> list[str]:
@@ -92,7 +99,7 @@ def command(build: Build) -> list[str]:
 
 def environment(build: Build, base: Mapping[str, str]) -> dict[str, str]:
     """Return the build's environment: its disk; a debootstrap that knows it can make no device."""
-    temporary = str(build.cache / "tmp")
+    temporary = str(build.temporary)
     return {
         **base,
         "APPTAINER_CACHEDIR": str(build.cache / "layers"),
@@ -110,9 +117,10 @@ def run(build: Build, say: Callable[[str], None]) -> sif.Sif:
     say: gets each line of Apptainer's. All of them are in IMAGE.log too.
     """
     check_space(build)
-    for folder in ("tmp", "layers"):
-        (build.cache / folder).mkdir(parents=True, exist_ok=True)
-    build.image.parent.mkdir(parents=True, exist_ok=True)
+    for path in clear(build):
+        say(f"left by a build that was killed, and not removable by us: {path}")
+    for folder in (build.temporary, build.cache / "layers", build.image.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     log = build.image.with_name(f"{build.image.name}.log")
     try:
         if lines := _follow(build, log, say):
@@ -124,18 +132,29 @@ def run(build: Build, say: Callable[[str], None]) -> sif.Sif:
         _publish(build.draft, build.image)
     finally:
         build.draft.unlink(missing_ok=True)
+        leftovers.remove(build.temporary)
     return sif.read(build.image)
 
 
+def clear(build: Build) -> list[Path]:
+    """Remove what builds that were killed left on these disks; return what could not be."""
+    drafts = leftovers.clear(build.image.parent, before=f".{build.image.name}.", after=".tmp")
+    return [*drafts, *leftovers.clear(build.cache / "tmp")]
+
+
 def check_space(build: Build) -> None:
-    """Raise ImageError where the cache's disk has less free than the build needs."""
-    folder = next(path for path in (build.cache, *build.cache.parents) if path.exists())
-    free = shutil.disk_usage(folder).free / 2**30
-    if free < build.needs_gb:
-        raise ImageError(
-            f"image build: {build.cache} has {free:.1f} GiB free and this build needs "
-            f"{build.needs_gb:g}: name another disk by --cache"
-        )
+    """Raise ImageError where a disk has less free than the build needs."""
+    for folder, needs_gb, option in (
+        (build.cache, build.needs_gb, "--cache"),
+        (build.image.parent, build.needs_gb * IMAGE_SHARE, "--output"),
+    ):
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        free_gb = shutil.disk_usage(there).free / 2**30
+        if free_gb < needs_gb:
+            raise ImageError(
+                f"image build: {folder} has {free_gb:.1f} GiB free and this build needs "
+                f"{needs_gb:g}: name another disk by {option}"
+            )
 
 
 def reasons(lines: list[str]) -> list[str]:
@@ -150,12 +169,14 @@ def advice(lines: Iterable[str]) -> str:
     return "".join(f"; {hint}" for hint in list(found)[:1])
 
 
-def inputs_key(definition: Definition, root: Path, files: Iterable[Path]) -> str:
+def inputs_key(
+    definition: Definition, root: Path, files: Iterable[Path], given: Iterable[str] = ()
+) -> str:
     """Return a digest of all that makes the image, but for what mirrors and registries give.
 
-    files: below `root`, each counted with its name.
+    files: below `root`, each counted with its name. given: a person's own NAME=VALUE.
     """
-    found = hashlib.sha256(definition.text.encode())
+    found = hashlib.sha256("\0".join([definition.text, *sorted(given)]).encode())
     for path in sorted(files):
         found.update(f"\0{path.relative_to(root)}\0".encode())
         found.update(hashlib.sha256(path.read_bytes()).digest())
@@ -173,31 +194,21 @@ def is_current(image: Path, key: str) -> bool:
 def _follow(build: Build, log: Path, say: Callable[[str], None]) -> list[str]:
     """Run the build; return what it said if it failed, nothing else."""
     lines: list[str] = []
-    try:
-        process = subprocess.Popen(
-            command(build),
-            env=environment(build, os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        )
-    except FileNotFoundError as error:
-        raise ImageError(
-            f"image build: no program {build.runtime!r} on PATH; install Apptainer (1.2 or later), "
-            "load your site's module, or name it by --runtime"
-        ) from error
-    with process, log.open("w") as file:
+    with log.open("w") as file:
+
+        def hear(line: str) -> None:
+            lines.append(line)
+            print(line, file=file, flush=True)
+            say(line)
+
         try:
-            for line in process.stdout or ():
-                lines.append(line.rstrip())
-                file.write(line)
-                say(lines[-1])
-        except BaseException:
-            process.terminate()  # SIGKILL would leave its mounts
-            raise
-    return (lines or ["no word"]) if process.returncode else []
+            code = follow(command(build), environment(build, os.environ), hear)
+        except FileNotFoundError as error:
+            raise ImageError(
+                f"image build: no program {build.runtime!r} on PATH; install Apptainer (1.2 or "
+                "later), load your site's module, or name it by --runtime"
+            ) from error
+    return (lines or ["no word"]) if code else []
 
 
 def _publish(draft: Path, image: Path) -> None:

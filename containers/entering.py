@@ -99,7 +99,7 @@ def enter_script(container: Container, mark: str) -> str:
             f"export AGENTRL_ROLE_MARK={mark}",
             'trap "" USR2 TERM',
             f"home={_expanded(home)}",
-            'if ! mkdir -p "$home" || ! [[ -O $home ]]; then',
+            'if ! mkdir -p -m 700 "$home" || ! [[ -O $home ]]; then',
             '    echo "scratch $home on $HOSTNAME: not a folder of yours; set cluster.scratch" >&2',
             "    exit 2",
             "fi",

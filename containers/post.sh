@@ -20,7 +20,10 @@ else
 fi
 # shellcheck disable=SC2086  # two or three words
 "$PYTHON" -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
-    --no-cache-dir --compile -c "$held" $offline agentrl-slurm "$@"
+    --no-cache-dir --no-compile -c "$held" $offline agentrl-slurm "$@"
+# On all cores, where pip takes one. Packages hold files that are no Python of today: passed over.
+"$PYTHON" -m compileall -qq -j 0 \
+    "$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" || :
 "$PYTHON" -m pip check || echo "post.sh: pip's complaints above are of the base's own packages" >&2
 rm -rf "$CONTEXT" "$held" /var/lib/apt/lists/* /var/cache/apt/archives/*.deb
 "$PYTHON" -c 'import launch.role, agentrl.config, slurm.task'

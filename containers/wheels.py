@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -11,9 +10,11 @@ import tempfile
 from pathlib import Path
 
 from agentrl.errors import ImageError
+from containers import leftovers
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("agentrl", "slurm", "containers", "launch", "analysis", "configs")
+DRAFT = ".wheels-"
 METADATA = ("setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 
 
@@ -67,15 +68,26 @@ def needed_wheels(project: Path, cache: Path, *, python: str) -> Path:
     if folder.is_dir():
         return folder
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".wheels-") as draft:
+    leftovers.clear(cache, before=DRAFT)
+    draft = cache / f"{DRAFT}{leftovers.stamp()}"
+    try:
         constraints = ["-c", str(ROOT / "constraints.txt")]
-        _pip(["wheel", *constraints, "--wheel-dir", draft, str(project)])
-        refuse_gpu_builds(Path(draft))
-        for path in Path(draft).glob("agentrl_slurm-*.whl"):
+        _pip(["wheel", *constraints, "--wheel-dir", str(draft), str(project)])
+        refuse_gpu_builds(draft)
+        for path in draft.glob("agentrl_slurm-*.whl"):
             path.unlink()
-        shutil.copytree(draft, f"{draft}-whole")
-        os.rename(f"{draft}-whole", folder)
+        _rename(draft, folder)
+    finally:
+        leftovers.remove(draft)
     return folder
+
+
+def _rename(draft: Path, folder: Path) -> None:
+    try:
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # else another build was faster
+            raise
 
 
 def refuse_gpu_builds(folder: Path) -> None:

@@ -7,6 +7,7 @@ by node. Exit code 1 where something would stop the run.
 from __future__ import annotations
 
 import os
+import pwd
 import re
 import shutil
 import socket
@@ -21,9 +22,10 @@ from pathlib import Path
 from agentrl import config as schema
 from agentrl.caps import shortages, wanted
 from agentrl.config import RunConfig
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, LaunchError
 from launch import doctor_nodes
 from launch.command import add_config, guard, parse, parser
+from launch.doctor_node import NAMESPACES, said
 from launch.findings import Finding, fail, looked, ok, show, skip, warn
 from launch.plan import caps_of, verdict
 from launch.run_dir import RunDir, settled
@@ -55,12 +57,14 @@ def findings(config: RunConfig, *, wait_s: float) -> Iterator[Finding]:
             yield from looked(name, partial(_asked, name, look))
     else:
         yield skip("slurm", "cluster=local: no Slurm is used")
-    yield from looked("image", partial(image, config))
+    digests: list[str] = []
+    yield from looked("image", partial(image, config, digests))
     yield from looked("runtime", partial(runtime, config))
     yield from looked("caps", partial(smallest_cap, config))
     yield from (item for check in LOCAL for item in looked(check.__name__, check))
     if wait_s and config.cluster.is_slurm:
-        yield from looked("nodes", partial(doctor_nodes.findings, config, wait_s=wait_s))
+        ask = partial(doctor_nodes.findings, config, wait_s=wait_s, digest="".join(digests))
+        yield from looked("nodes", ask)
 
 
 # -- Slurm --------------------------------------------------------------------------------------
@@ -155,7 +159,8 @@ def runs_dir(config: RunConfig) -> Iterator[Finding]:
         yield ok("clock", f"{skew_s:+.1f} s between the file server and here")
 
 
-def image(config: RunConfig) -> Iterator[Finding]:
+def image(config: RunConfig, digests: list[str]) -> Iterator[Finding]:
+    """Read, hash and try the run's image; its digest is added to `digests`."""
     from launch import image_run
 
     if not config.image:
@@ -170,6 +175,7 @@ def image(config: RunConfig) -> Iterator[Finding]:
         yield fail("image", str(error), "see docs/containers.md")
         return
     if found:
+        digests.append(found.digest)
         told = "its roles' imports work" if found.is_proved else "not tried: no runtime here"
         text = f"{found.size / 2**20:.0f} MiB, {found.digest[:19]}…, {told}"
         yield ok("image", text) if found.is_proved else warn("image", text, "--nodes tries it")
@@ -184,12 +190,12 @@ def runtime(config: RunConfig) -> Iterator[Finding]:
         yield state("runtime", text, "needed on the nodes for image=…; a module may bring it")
     else:
         yield ok("runtime", _said(program, "--version"))
-    if Path("/proc/self/ns/user").exists() and _works("unshare", "--user", "true"):
+    if said(NAMESPACES)[0] == 0:
         yield ok("user namespaces", "work")
     else:
         advice = "sandboxes and unprivileged Apptainer need them: user.max_user_namespaces"
         yield warn("user namespaces", "refused here", advice)
-    name = os.environ.get("USER") or str(os.getuid())
+    name = _own_name()
     ranges = [path for path in ("/etc/subuid", "/etc/subgid") if _has_range(path, name)]
     if os.geteuid() == 0 or len(ranges) == 2:
         yield ok("subuid", "root builds without" if os.geteuid() == 0 else f"a range for {name}")
@@ -228,12 +234,18 @@ LOCAL = (cgroup, ports)
 
 
 def _said(*words: str) -> str:
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode:
+        raise LaunchError(f"{' '.join(words)} exited {done.returncode}: {done.stderr.strip()}")
     return done.stdout.strip()
 
 
-def _works(*words: str) -> bool:
-    return subprocess.run(words, capture_output=True, check=False, timeout=60).returncode == 0
+def _own_name() -> str:
+    """Return the user's name as the system has it: $USER may be of the shell that `su` left."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 def _has_range(path: str, name: str) -> bool:

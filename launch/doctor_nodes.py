@@ -1,222 +1,241 @@
-"""The nodes' part of `agentrl doctor --nodes`: `python -m launch.doctor_nodes FOLDER` on each.
+"""`agentrl doctor --nodes` on the login node: a short job of the run's own shape, and its answers.
 
-One srun a role asks for the nodes as the run would. Each node writes what it is to FOLDER, on the
-shared file system: that the login node sees the file in time is a finding by itself.
+The job asks for what the run's job would ask for and starts launch.doctor_node on every node. They
+answer by files in runs_dir, whose way there and back is a finding by itself.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
+import shlex
 import shutil
-import socket
-import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from agentrl.config import RunConfig
-from agentrl.config_cluster import ClusterConfig, RoleResources
 from agentrl.handoff.publish import publish_bytes
+from containers.entering import enter_script
+from containers.following import interruptible
+from launch import cluster_run, image_run
+from launch.doctor_node import REQUEST, Node, Request
 from launch.findings import Finding, fail, ok, warn
-from slurm.sbatch import scrubbed_environment
+from launch.jobs import states_of
+from launch.run_dir import RunDir
+from slurm import sbatch
+from slurm.render import directives, render, srun_everywhere
+from slurm.spec import JobSpec, literal
+from slurm.states import ENDED
 
-REQUEST = "request.json"
 SEEN_S = 30.0
-"""How long nodes' files may take to show here once their srun has ended."""
+"""How long nodes' files may take to show here once their job has ended."""
+SLOW_ECHO_S = 5.0
 SKEW_S = 2.0
-MINUTES = 5
+MINUTES = 10
+GIB_PER_MINUTE = 6
+"""At which a slow file system gives the image to be hashed: 100 MB/s."""
+OPEN_LEAST = 4096
+ASK_S = 3.0
+LOG = "job.log"
 
 
-class Request(msgspec.Struct, kw_only=True, frozen=True):
-    """What the nodes look at."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """One node's answer, as it came here."""
 
-    image: str
-    runtime: str
-    scratch: str
-    flags: list[str] = []
-
-
-class Node(msgspec.Struct, kw_only=True, frozen=True):
-    """What one node is."""
-
-    name: str
-    written: float
-    """Its clock, just before its file was published."""
-    image_bytes: int
-    digest: str
-    runtime: str
-    """Its answer to --version; empty where there is none."""
-    enters: str
-    """Empty where the image can be entered; else the runtime's words."""
-    has_user_namespaces: bool
-    cgroup: str
-    scratch: str
-    scratch_free_gb: float
-    open_files: int
+    node: Node
+    at: float
+    """This machine's clock when its file was listed here."""
+    echo_s: float
+    """From the node's file being published to our answer being listed there; −1: never."""
 
 
-def findings(config: RunConfig, *, wait_s: float) -> Iterator[Finding]:
-    """Ask every node, by a job for each role; yield what they are and how they differ."""
-    folder = Path(config.runs_dir) / f".doctor-{uuid.uuid4().hex[:8]}"
-    cluster = config.cluster
-    request = Request(
-        image=config.image,
-        runtime=cluster.runtime,
-        scratch=cluster.scratch or "/tmp",
-        flags=list(cluster.runtime_flags),
-    )
-    publish_bytes(folder / REQUEST, msgspec.json.encode(request))
+def findings(config: RunConfig, *, wait_s: float, digest: str = "") -> Iterator[Finding]:
+    """Ask every node in one job; yield what they are and how they differ.
+
+    digest: of the image as this machine sees it, where it is known.
+    """
+    folder = Path(config.runs_dir).absolute() / f".doctor-{uuid.uuid4().hex[:8]}"
+    spec = job_of(config, folder)
+    publish_bytes(folder / REQUEST, msgspec.json.encode(request_of(config, folder)))
     try:
-        for role, count in (("trainer", 1), ("inference", config.rollout.nodes)):
-            resources: RoleResources = getattr(cluster, role)
-            said = ask(words_of(cluster, resources, count, folder), cluster, wait_s=wait_s)
-            if said:
-                yield fail(f"{role} nodes", said, "srun's own words; is the partition right?")
-        expected = 1 + config.rollout.nodes
-        yield from judged(collect(folder, expected), config, expected=expected)
+        script = folder / "script.sbatch"
+        publish_bytes(script, script_of(spec, folder).encode())
+        seen, state = asked(script, spec.nodes, wait_s=wait_s)
+        yield from answered(seen, spec.nodes, state, log_of(folder))
+        yield from judged(seen, config, digest=digest)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def words_of(
-    cluster: ClusterConfig, resources: RoleResources, count: int, folder: Path
-) -> list[str]:
-    """Return the srun that runs this module once on each of `count` nodes."""
-    given = {
-        "partition": resources.partition,
-        "constraint": resources.constraint,
-        "exclude": resources.exclude,
-        "gres": resources.gres,
-        "gpus-per-node": str(resources.gpus_per_node or ""),
-        "account": cluster.account,
-        "qos": cluster.qos,
-        "reservation": cluster.reservation,
-    }
-    return [
-        *("srun", "--job-name=agentrl-doctor", f"--nodes={count}", f"--ntasks={count}"),
-        *("--ntasks-per-node=1", f"--cpus-per-task={resources.cpus_per_task}"),
-        *(f"--time={MINUTES}", "--export=ALL", "--input=none"),
-        *(f"--{name}={value}" for name, value in given.items() if value),
-        *resources.extra,
-        *(sys.executable, "-m", "launch.doctor_nodes", str(folder)),
-    ]
-
-
-def ask(words: Sequence[str], cluster: ClusterConfig, *, wait_s: float) -> str:
-    """Run one of those; return srun's words if it failed."""
-    env = {**scrubbed_environment(os.environ), **cluster.environment}
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, env=env, check=False, timeout=wait_s
-        )
-    except subprocess.TimeoutExpired:
-        return f"no answer in {wait_s:g} s: the nodes are taken, it seems; --wait-s waits longer"
-    return (done.stderr or done.stdout).strip()[-400:] if done.returncode else ""
-
-
-def collect(folder: Path, expected: int) -> list[tuple[Node, float]]:
-    """Return each node's file, and this clock when it was seen; waits for `expected` of them."""
-    deadline = time.monotonic() + SEEN_S
-    found: dict[str, tuple[Node, float]] = {}
-    while True:
-        for name in sorted(set(os.listdir(folder)) - set(found)):
-            if name.endswith(".json") and name != REQUEST and not name.startswith("."):
-                data = (folder / name).read_bytes()
-                found[name] = (msgspec.json.decode(data, type=Node), time.time())
-        if len(found) >= expected or time.monotonic() > deadline:
-            return list(found.values())
-        time.sleep(0.2)
-
-
-def judged(
-    found: Sequence[tuple[Node, float]], config: RunConfig, *, expected: int
-) -> Iterator[Finding]:
-    """Say what the nodes' answers mean for the run."""
-    nodes = [node for node, _ in found]
-    names = ", ".join(node.name for node in nodes)
-    text = f"{len(nodes)} of {expected} seen through {config.runs_dir}: {names or 'none'}"
-    advice = "is runs_dir on a file system that all nodes share?"
-    yield ok("nodes", text) if len(nodes) == expected else fail("nodes", text, advice)
-    for node, seen in found:
-        ahead_s = node.written - seen
-        if ahead_s > SKEW_S:
-            text = f"{ahead_s:.0f} s ahead of this machine"
-            yield warn(f"{node.name} clock", text, "synchronise the clocks: leases compare them")
-        if not node.has_user_namespaces:
-            yield warn(f"{node.name} namespaces", "refused", "sandbox.kind=bubblewrap needs them")
-        if node.scratch_free_gb < 0:
-            yield fail(f"{node.name} scratch", node.scratch, "cannot be written: cluster.scratch")
-        if config.image and node.enters:
-            yield fail(f"{node.name} image", node.enters, "see docs/containers.md")
-    digests = {node.digest for node in nodes}
-    if config.image and len(digests) > 1:
-        yield fail("image digests", ", ".join(sorted(digests)), "nodes see different files")
-    elif config.image and nodes:
-        yield ok("image digests", f"{nodes[0].digest[:19]}… on every node")
-
-
-def look(request: Request) -> Node:
-    """Return what this node is."""
-    import resource
-
-    from containers import sif
-
-    runtime = shutil.which(request.runtime)
-    image = Path(request.image) if request.image else None
-    has_image = image is not None and image.is_file()
-    scratch = os.path.expandvars(request.scratch)
-    return Node(
-        name=os.environ.get("SLURMD_NODENAME") or socket.gethostname(),
-        image_bytes=image.stat().st_size if image and has_image else 0,
-        digest=sif.digest(image) if image and has_image else "",
-        runtime=_said([runtime, "--version"])[1] if runtime else "",
-        enters=_entered(request, runtime) if image else "",
-        has_user_namespaces=_said(["unshare", "--user", "true"])[0] == 0,
-        cgroup="v2" if Path("/sys/fs/cgroup/cgroup.controllers").is_file() else "v1",
-        scratch=scratch,
-        scratch_free_gb=_free_gb(scratch),
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        written=time.time(),
+def job_of(config: RunConfig, folder: Path) -> JobSpec:
+    """Return the job: the run's own, but short, and with nothing to save or to go on with."""
+    image = Path(config.image)
+    gib = image.stat().st_size / 2**30 if config.image and image.is_file() else 0.0
+    return dataclasses.replace(
+        cluster_run.job_spec(config, RunDir(config.run_dir), 1),
+        name="agentrl-doctor",
+        time_min=MINUTES + math.ceil(gib / GIB_PER_MINUTE),
+        signal="",
+        requeue=False,
+        output=literal(str(folder / LOG)),
     )
 
 
-def _entered(request: Request, runtime: str | None) -> str:
-    if runtime is None:
-        return f"no {request.runtime} on this node's PATH"
-    words = [runtime, "exec", "--cleanenv", *request.flags, "--no-mount=home,cwd", "--pwd=/"]
-    code, said = _said([*words, request.image, "python3", "-c", "import launch.role"])
-    return f"exit code {code}: {said}" if code else ""
+def request_of(config: RunConfig, folder: Path) -> Request:
+    """Return what nodes are asked: to enter the image as a role does, but that no run is there."""
+    cluster, enter = config.cluster, ""
+    if made := image_run.container_of(config, RunDir(config.run_dir)):
+        binds = [bind for bind in made.binds if bind != made.folder]
+        made = dataclasses.replace(made, folder=str(folder), binds=(str(folder), *binds))
+        enter = enter_script(made, cluster_run.MARK)
+    return Request(
+        image=config.image,
+        runtime=cluster.runtime,
+        scratch=cluster.scratch or "/tmp",
+        enter=enter,
+        imports=image_run.imports_of(config),
+    )
 
 
-def _free_gb(folder: str) -> float:
-    """Return the free space, −1 where it cannot be written."""
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        draft = Path(folder) / f".doctor-{uuid.uuid4().hex}"
-        draft.write_text("x")
-        draft.unlink()
-    except OSError:
-        return -1.0
-    return shutil.disk_usage(folder).free / 2**30
+def script_of(spec: JobSpec, folder: Path) -> str:
+    """Return the batch script."""
+    words = srun_everywhere(spec, [sys.executable, "-m", "launch.doctor_node", str(folder)])
+    setup = render("setup.sh.j2", spec)
+    lines = ["#!/bin/bash", directives(spec), setup, "export PYTHONSAFEPATH=1"]
+    return "\n".join([*lines, f"exec {shlex.join(words)} </dev/null", ""])
 
 
-def _said(words: list[str]) -> tuple[int, str]:
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=300)
-    return done.returncode, (done.stderr or done.stdout).strip()[-300:]
+def asked(script: Path, expected: int, *, wait_s: float) -> tuple[list[Seen], str]:
+    """Run the job; return the answers, and Slurm's word for the job where some are missing.
+
+    Whatever ends this ends the job too.
+    """
+    with interruptible():
+        sbatch.test_only(script)
+        job = sbatch.submit(script)
+        try:
+            seen = collect(script.parent, expected, lambda: _has_ended(job), wait_s=wait_s)
+            state = "" if len(seen) == expected else states_of([job]).get(job, "gone")
+        finally:
+            sbatch.cancel(job)
+    return seen, f"job {job} {state}" if state else ""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Look at this node and publish it."""
-    folder = Path(argv[0])
-    request = msgspec.json.decode((folder / REQUEST).read_bytes(), type=Request)
-    node = look(request)
-    publish_bytes(folder / f"{node.name}.json", msgspec.json.encode(node))
-    return 0
+def collect(
+    folder: Path,
+    expected: int,
+    has_ended: Callable[[], bool],
+    *,
+    wait_s: float,
+    late_s: float = SEEN_S,
+) -> list[Seen]:
+    """Answer each node's file and gather its echo, until all have come, or none can come.
+
+    late_s: how long files are waited for once the job has ended.
+    """
+    nodes: dict[str, tuple[Node, float]] = {}
+    echoes: dict[str, float] = {}
+    deadline, next_ask = time.monotonic() + wait_s, time.monotonic()
+    while len(echoes) < expected and (now := time.monotonic()) < deadline:
+        for name in sorted(os.listdir(folder)):
+            rank, _, kind = name.partition(".")
+            if rank.isdigit() and kind == "json" and rank not in nodes:
+                node = msgspec.json.decode((folder / name).read_bytes(), type=Node)
+                nodes[rank] = node, time.time()
+                publish_bytes(folder / f"{rank}.seen", b"")
+            elif rank.isdigit() and kind == "echo" and rank not in echoes:
+                echoes[rank] = msgspec.json.decode((folder / name).read_bytes(), type=float)
+        if now > next_ask:
+            next_ask = now + ASK_S
+            if deadline > now + late_s and has_ended():
+                deadline = now + late_s
+        time.sleep(0.05)
+    return [
+        Seen(node=node, at=at, echo_s=echoes.get(rank, -1.0))
+        for rank, (node, at) in sorted(nodes.items(), key=lambda item: int(item[0]))
+    ]
 
 
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+def log_of(folder: Path) -> str:
+    """Return the end of what the job itself said."""
+    path = folder / LOG
+    return path.read_text(errors="replace").strip()[-400:] if path.is_file() else ""
+
+
+def answered(seen: Sequence[Seen], expected: int, state: str, log: str) -> Iterator[Finding]:
+    """Say whether every node has answered, and how fast the shared file system is."""
+    names = ", ".join(one.node.name for one in seen) or "none"
+    text = f"{len(seen)} of {expected} answered: {names}"
+    if len(seen) < expected:
+        words = f"; it said: {log}" if log else ""
+        advice = "is runs_dir on a file system that all nodes share? --wait-s waits longer"
+        yield fail("nodes", f"{text}; {state}{words}", advice)
+    else:
+        yield ok("nodes", text)
+    if not seen:
+        return
+    slowest = max(seen, key=lambda one: (one.echo_s < 0, one.echo_s))
+    text = f"a file of a node and its answer from here took {slowest.echo_s:.1f} s at most"
+    if slowest.echo_s < 0:
+        found = f"an answer from here never showed on {slowest.node.name}"
+        yield fail("shared files", found, "the run's roles speak by files: another file system")
+    elif slowest.echo_s > SLOW_ECHO_S:
+        yield warn("shared files", f"{text} ({slowest.node.name})", "each update waits that long")
+    else:
+        yield ok("shared files", text)
+
+
+def judged(seen: Sequence[Seen], config: RunConfig, *, digest: str = "") -> Iterator[Finding]:
+    """Say what the nodes' answers mean for the run."""
+    for one in seen:
+        yield ok(one.node.name, line_of(one.node))
+        yield from troubles(one, has_image=bool(config.image))
+    if not config.image or not seen:
+        return
+    digests = {one.node.digest or "no file" for one in seen} | ({digest} if digest else set())
+    if len(digests) > 1:
+        yield fail("image digests", ", ".join(sorted(digests)), "nodes see different files")
+    else:
+        where = "every node and here" if digest else "every node"
+        yield ok("image digests", f"{seen[0].node.digest[:19]}… on {where}")
+
+
+def line_of(node: Node) -> str:
+    """Return what is told of a node in any case."""
+    parts = [node.runtime or "no runtime", f"cgroup {node.cgroup}", f"{node.open_files} open files"]
+    if node.scratch_free_gb >= 0:
+        parts.append(f"{node.scratch_free_gb:.0f} GiB free in {node.scratch}")
+    if node.image_bytes:
+        parts.append(f"image hashed in {node.digest_s:.1f} s")
+    if node.enter_s:
+        parts.append(f"entered in {node.enter_s:.2f} s, imports {node.import_s:.1f} s")
+    return ", ".join(parts)
+
+
+def troubles(one: Seen, *, has_image: bool) -> Iterator[Finding]:
+    """Yield what is wrong with one node."""
+    node, behind_s = one.node, one.at - one.node.written
+    if behind_s < -SKEW_S or behind_s > max(one.echo_s, 0.0) + SKEW_S:
+        text = f"{-behind_s:+.0f} s from this machine's"
+        yield warn(f"{node.name} clock", text, "synchronise the clocks: leases compare them")
+    if not node.has_user_namespaces:
+        advice = "sandbox.kind=bubblewrap and Apptainer without setuid need them"
+        yield warn(f"{node.name} namespaces", "refused", advice)
+    if node.scratch_free_gb < 0:
+        yield fail(f"{node.name} scratch", node.scratch, "cannot be written: cluster.scratch")
+    if node.open_files < OPEN_LEAST:
+        yield warn(f"{node.name} limits", f"{node.open_files} open files", "raise ulimit -n")
+    if has_image and node.refusal:
+        yield fail(f"{node.name} image", node.refusal, "see docs/containers.md")
+
+
+def _has_ended(job: str) -> bool:
+    return states_of([job]).get(job, "") in ENDED

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -56,7 +58,7 @@ def test_an_ordinary_user_builds_by_fakeroot_and_gives_only_what_is_asked_for(pl
 
 def test_the_cache_is_on_the_disk_that_was_named(plan: Build) -> None:
     found = environment(plan, {"PATH": "/bin"})
-    assert found["APPTAINER_TMPDIR"] == f"{plan.cache}/tmp"
+    assert Path(found["APPTAINER_TMPDIR"]).parent == plan.cache / "tmp"
     assert found["APPTAINER_CACHEDIR"] == f"{plan.cache}/layers"
     assert found["container"] == "lxc"
     assert "container" not in environment(replace(plan, is_root=True), {})
@@ -91,6 +93,27 @@ def test_a_build_that_fails_says_why_and_keeps_the_image_that_was_there(
     assert is_current(plan.image, "key")
     names = {path.name for path in plan.image.parent.iterdir()}
     assert names == {before.path.name, f"{before.path.name}.log"}
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(plan: Build, fake: Fake) -> None:
+    with subprocess.Popen(["true"]) as ended:
+        dead, alive = (f"{platform.node()}-{pid}" for pid in (ended.pid, os.getppid()))
+    for stamp in (dead, alive):
+        (plan.cache / "tmp" / stamp / "build-temp-1").mkdir(parents=True)
+    plan.image.parent.mkdir()
+    plan.image.with_name(f".cpu.sif.{dead}.tmp").touch()
+    fake('cp "$whole" "$image"; ls -A "$APPTAINER_TMPDIR/.."')
+    heard: list[str] = []
+    build.run(plan, heard.append)
+    assert dead not in heard
+    assert os.listdir(plan.cache / "tmp") == [alive]
+    assert sorted(os.listdir(plan.image.parent)) == ["cpu.sif", "cpu.sif.log"]
+
+
+def test_the_images_own_disk_is_looked_at_too(plan: Build) -> None:
+    small = Path("/sys/fs/x.sif")  # a file system without space
+    with pytest.raises(ImageError, match="name another disk by --output"):
+        build.run(replace(plan, image=small), lambda line: None)
 
 
 def test_too_little_space_is_told_before_anything_is_done(plan: Build) -> None:
@@ -132,6 +155,7 @@ def test_the_same_files_are_the_same_inputs_wherever_they_lie(tmp_path: Path, pl
         path.write_text(text)
         keys.append(inputs_key(plan.definition, path.parent, [path]))
     assert keys[0] == keys[1] != keys[2]
+    assert inputs_key(plan.definition, path.parent, [path], ["TE_REF=1"]) not in keys
 
 
 def test_every_file_that_ships_counts_as_an_input() -> None:

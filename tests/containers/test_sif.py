@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from sif_toys import write_sif
 
 from agentrl.errors import ImageError
@@ -24,6 +28,38 @@ def test_every_truncation_is_seen(tmp_path: Path) -> None:
         (tmp_path / "b.sif").write_bytes(whole[:length])
         with pytest.raises(ImageError, match=r"not a SIF|truncated|ends within|without a file sys"):
             sif.read(tmp_path / "b.sif")
+
+
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.integers(0, 5000), bytes_=st.binary(min_size=1, max_size=16))
+def test_whatever_is_damaged_the_image_is_read_or_refused(
+    tmp_path: Path, place: int, bytes_: bytes
+) -> None:
+    data = bytearray(write_sif(tmp_path / "a.sif").read_bytes())
+    at = place % len(data)
+    data[at : at + len(bytes_)] = bytes_
+    (tmp_path / "b.sif").write_bytes(data)
+    with suppress(ImageError):  # anything else fails
+        assert sif.read(tmp_path / "b.sif").size == len(data)
+
+
+@pytest.mark.parametrize("labels", ["[1]", '{"data": []}', '{"data": {"attributes": 1}}', "{"])
+def test_labels_of_another_shape_are_refused(tmp_path: Path, labels: str) -> None:
+    path = write_sif(tmp_path / "a.sif")
+    data = path.read_bytes()
+    begin = data.index(b'{"data"')
+    end = data.index(b"hsqs")
+    path.write_bytes(data[:begin] + labels.encode().ljust(end - begin) + data[end:])
+    with pytest.raises(ImageError, match="labels are not readable"):
+        sif.read(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads every file: run it as another user")
+def test_an_image_that_is_not_ours_to_read_is_told_so(tmp_path: Path) -> None:
+    path = write_sif(tmp_path / "a.sif")
+    path.chmod(0)
+    with pytest.raises(ImageError, match="Permission denied; is it yours"):
+        sif.read(path)
 
 
 def test_another_machines_image_is_refused_with_both_names(tmp_path: Path) -> None:

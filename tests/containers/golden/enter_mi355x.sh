@@ -1,7 +1,7 @@
 export AGENTRL_ROLE_MARK=$SLURM_JOB_ID.$SLURM_STEP_ID.$SLURMD_NODENAME
 trap "" USR2 TERM
 home="/tmp/agentrl-$USER"
-if ! mkdir -p "$home" || ! [[ -O $home ]]; then
+if ! mkdir -p -m 700 "$home" || ! [[ -O $home ]]; then
     echo "scratch $home on $HOSTNAME: not a folder of yours; set cluster.scratch" >&2
     exit 2
 fi
