@@ -386,3 +386,4 @@ def main(argv: list[str]) -> None:
     Executor(
         is_init=is_init, shell=shell, processes=processes, cpu_s=cpu_s, total_mb=total_mb
     ).serve()
+    os._exit(0)  # no clean-up of the interpreter: it is a part of every start's cost
