@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 from image_toys import FLAGS, binds, make_skeleton, needs_apptainer
-from lab_run import LabRun
+from lab_run import CONFIG, HERE, LabRun
 
 from slurm import exit_record
 from slurm.lab import Lab
@@ -40,6 +41,21 @@ def inside(image: Path) -> list[str]:
         f"cluster.runtime={shutil.which('apptainer')}",
         f"cluster.runtime_flags=[{','.join(FLAGS)}]",
     ]
+
+
+def doctor(run: LabRun, *overrides: str) -> dict[str, tuple[str, str]]:
+    """Ask the nodes; return the state and the words of each finding, by name."""
+    run.config.write_text(CONFIG)
+    given = [
+        f"name={run.name}",
+        f"runs_dir={run.folder / 'runs'}",
+        "cluster.environment.AGENTRL_ROLES=light_roles",
+        f"cluster.environment.PYTHONPATH={HERE}",
+        *overrides,
+    ]
+    said = run.agentrl("doctor", run.config, "--nodes", "--json", *given, check=False)
+    found = json.loads(said[said.index("{") : said.rindex("}") + 1])
+    return {item["name"]: (item["state"], item["found"]) for item in found["findings"]}
 
 
 def images_of(pids: list[int]) -> set[str]:
@@ -88,3 +104,24 @@ def test_a_damaged_image_is_refused_before_anything_is_queued(run: LabRun, image
     assert "truncated" in said
     assert run.lab.run(["squeue", "--noheader"]).stdout == ""
     assert not run.run.path.exists()
+
+
+def test_doctor_asks_every_node_as_the_run_would_and_leaves_nothing(
+    run: LabRun, image: Path
+) -> None:
+    found = doctor(run, "rollout.nodes=3", *inside(image))
+    assert found["nodes"] == ("ok", "4 of 4 answered: trn0, inf0, inf1, inf2")
+    assert "entered in" in found["inf2"][1]
+    for name in ("image", "shared files", "image digests"):
+        assert found[name][0] == "ok", found[name]
+    assert run.lab.run(["squeue", "--noheader"]).stdout == ""
+    assert os.listdir(run.folder / "runs") == []
+
+
+def test_doctor_names_the_nodes_on_which_a_bind_is_missing(run: LabRun, image: Path) -> None:
+    words = inside(image)
+    words[1] = words[1].replace("]", ",/no/such/folder]")
+    found = doctor(run, "rollout.nodes=1", *words)
+    for name in ("trn0 image", "inf0 image"):
+        assert found[name][0] == "fail"
+        assert "/no/such/folder" in found[name][1]
