@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 
 from agentrl.config import EngineConfig
 from agentrl.engine.base import Finish, Generation, Sampling, VersionSpan
 from agentrl.engine.router import Router
+from agentrl.engine.wire import Wire
 from agentrl.errors import EngineLost, RequestRefused
 from agentrl.events import EngineFault, NoEvents, Writer, now
 
@@ -24,6 +24,8 @@ POLL_S = 0.02
 """First wait for a routable engine, seconds; it doubles up to MAX_BACKOFF_S."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+ABORTED = (400, 499)
+"""How SGLang answers a request that it had not begun when all were aborted; 0.5.17 by 499."""
 MAX_FRUITLESS_ABORTS = 64
 """Aborted answers in a row without one new token after which the request is given up."""
 
@@ -34,17 +36,27 @@ class _Span(msgspec.Struct):
     end: int
 
 
+class _Logprob(msgspec.Struct, array_like=True, gc=False):
+    """Of SGLang's [log-probability, token, text] the first; null, for one that is no number, does
+    not decode."""
+
+    value: float
+
+
 class _Meta(msgspec.Struct):
     finish_reason: dict[str, Any]
     cached_tokens: int = 0
     weight_version: str = "0"
     weight_versions: list[_Span] = []
-    output_token_logprobs: list[tuple[float, int, Any]] = []
+    output_token_logprobs: list[_Logprob] = []
 
 
 class _Answer(msgspec.Struct):
     meta_info: _Meta
     output_ids: list[int]
+
+
+_ANSWERS = msgspec.json.Decoder(_Answer)
 
 
 @dataclass(slots=True)
@@ -62,7 +74,7 @@ class _Reply:
         if self.cached is None:
             self.cached = meta.cached_tokens
         self.tokens += answer.output_ids
-        self.logprobs += [item[0] for item in meta.output_token_logprobs]
+        self.logprobs += [one.value for one in meta.output_token_logprobs]
         count = len(answer.output_ids)
         whole = [_Span(version=meta.weight_version, start=0, end=count)]
         for span in meta.weight_versions or whole:
@@ -87,7 +99,7 @@ class _Reply:
 
 
 class EngineClient:
-    """Speaks to the engines that `urls()` lists, over one pooled session.
+    """Speaks to the engines that `urls()` lists, over connections that are kept.
 
     weights: a name of the weights that the engines of `urls()` proved; an engine's prefix cache is
     asked for under that name only, so that no reply builds on keys and values of other weights.
@@ -100,21 +112,15 @@ class EngineClient:
         events: Writer | None = None,
         *,
         weights: Callable[[], str] | None = None,
-        concurrency: int = 0,
     ) -> None:
         self._router = Router(urls)
         self._urls = urls
         self._config = config
         self._events = events or NoEvents()
         self._weights = weights
-        self._concurrency = concurrency
-        self._session: aiohttp.ClientSession | None = None
+        self._wire = Wire()
 
     async def __aenter__(self) -> Self:
-        # aiohttp's own limit of 100 would hold back more; 0 is none, as trajectories bound it
-        connector = aiohttp.TCPConnector(limit=self._concurrency, limit_per_host=0)
-        timeout = aiohttp.ClientTimeout(total=self._config.request_timeout_s, sock_connect=10)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         return self
 
     async def __aexit__(
@@ -123,8 +129,7 @@ class EngineClient:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._session is not None:
-            await self._session.close()
+        await self._wire.__aexit__(kind, error, trace)
 
     async def generate(
         self, input_ids: list[int], sampling: Sampling, *, trajectory: str
@@ -154,17 +159,21 @@ class EngineClient:
                 return reply.generation(kind, url)
             if len(reply.tokens) >= budget:
                 return reply.generation("length", url)
-            fruitless = fruitless + 1 if len(reply.tokens) == before else 0
+            if len(reply.tokens) > before:
+                fruitless = 0
+                continue
+            fruitless += 1
             if fruitless > MAX_FRUITLESS_ABORTS:
                 raise EngineLost(
                     f"{trajectory}: {url} aborted the request {fruitless} times in a row without a "
                     "token; see the engine's log"
                 )
+            await asyncio.sleep(POLL_S)  # for what aborts it, as a pause, to be known here
 
     async def _send(
         self, ids: list[int], sampling: Sampling, budget: int, trajectory: str
     ) -> tuple[str, _Answer]:
-        """Post one request, again on connection errors and 503; return where it was answered."""
+        """Post one request until an engine answers it; return which did."""
         avoid: set[str] = set()
         causes: list[str] = []
         for attempt in range(self._config.retries + 1):
@@ -172,7 +181,7 @@ class EngineClient:
             self._router.begin(url)
             try:
                 return url, await self._post(url, self._payload(ids, sampling, budget))
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, _Busy) as error:
+            except (ConnectionError, _Busy, _Garbled) as error:
                 causes.append(f"{url}: {type(error).__name__}: {error}")
                 self._tell(url, causes[-1], attempt + 1)
                 avoid.add(url)
@@ -192,20 +201,24 @@ class EngineClient:
         )
 
     async def _post(self, url: str, payload: bytes) -> _Answer:
-        if self._session is None:
-            raise RuntimeError("EngineClient is used outside `async with`: enter it first")
-        async with self._session.post(
-            f"{url}/generate", data=payload, headers={"Content-Type": "application/json"}
-        ) as response:
-            body = await response.read()
-            if response.status == 503:
-                raise _Busy(body.decode(errors="replace")[:200])
-            if response.status != 200:
-                raise RequestRefused(
-                    f"{url} answered {response.status} to /generate: "
-                    f"{body.decode(errors='replace')[:500]}"
-                )
-        return msgspec.json.decode(body, type=_Answer)
+        async with asyncio.timeout(self._config.request_timeout_s):
+            status, body = await self._wire.post(url, "/generate", payload)
+        if status == 503:
+            raise _Busy(body.decode(errors="replace")[:200])
+        if status in ABORTED and b"was aborted" in body:
+            return _Answer(meta_info=_Meta(finish_reason={"type": "abort"}), output_ids=[])
+        if status != 200:
+            raise RequestRefused(
+                f"{url} answered {status} to /generate: {body.decode(errors='replace')[:500]}"
+            )
+        try:
+            answer = _ANSWERS.decode(body)
+        except msgspec.MsgspecError as error:
+            raise _Garbled(f"{error}: {body[:200].decode(errors='replace')}") from error
+        tokens, logprobs = len(answer.output_ids), len(answer.meta_info.output_token_logprobs)
+        if tokens != logprobs:
+            raise _Garbled(f"{tokens} tokens and {logprobs} log-probabilities")
+        return answer
 
     def _payload(self, ids: list[int], sampling: Sampling, budget: int) -> bytes:
         params: dict[str, object] = {
@@ -254,6 +267,10 @@ class EngineClient:
 
 class _Busy(Exception):
     """The engine answered 503."""
+
+
+class _Garbled(Exception):
+    """The engine answered 200 with what is no reply: no numbers, or not one a token."""
 
 
 def _backoff(attempt: int) -> float:

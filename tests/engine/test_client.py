@@ -117,6 +117,37 @@ def test_other_errors_are_not_sent_again(code: int) -> None:
     assert len(script.asked) == 1
 
 
+def text(code: int, words: str) -> Step:
+    return lambda body: web.Response(status=code, text=words)
+
+
+@pytest.mark.parametrize("code", [499, 400])
+def test_a_request_aborted_before_it_began_is_sent_again(code: int) -> None:
+    aborted = text(code, '{"error":{"message":"Request f62364-  was aborted"}}')
+    script = Script(aborted, reply([1, 2], "abort"), aborted, reply([3]))
+    assert ask(script, [5]).token_ids == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "garbled",
+    [
+        text(200, "<html>"),
+        text(200, '{"output_ids": [1]}'),
+        text(200, '{"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}}}'),
+        text(
+            200,
+            '{"output_ids": [1], "meta_info": {"finish_reason": {"type": "stop"}, '
+            '"output_token_logprobs": [[null, 1, null]]}}',
+        ),
+    ],
+    ids=["no JSON", "no meta", "a token without a logprob", "a logprob that is no number"],
+)
+def test_an_answer_that_is_none_is_asked_for_again_and_never_trained_on(garbled: Step) -> None:
+    assert ask(Script(garbled, reply([1])), [5]).token_ids == (1,)
+    with pytest.raises(EngineLost, match=r"4 sends failed.*_Garbled"):
+        ask(Script(garbled), [5])
+
+
 def test_a_dead_address_costs_no_more_than_a_try() -> None:
     script = Script(reply([1]))
     assert ask(script, [5], "http://127.0.0.1:9").token_ids == (1,)
