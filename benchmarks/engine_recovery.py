@@ -3,12 +3,12 @@
     python -m benchmarks.engine_recovery --model FOLDER [--engine sglang] [--out FILE] [KEY=VALUE …]
 
 `throughput`: rounds of trajectories of several turns, all at once, through our client; rounds with
-every watcher of the supervisor on the same running engine alternate with rounds with none, so that
-both share whatever the machine does. Ratio: watched over unwatched, medians.
+every watcher of the supervisor on the same running engine alternate with rounds with none (in the
+order A B B A), so that both share whatever the machine does. Ratio: watched over unwatched.
+`decode`: one turn of short prompts, on that engine and on one whose graphs are off.
 `faults`: half a round's calls in flight, the server is stopped (SIGSTOP) or killed; `noticed_s` is
 until the engine is taken out, `serving_s` until it answers again having proved its weights; `lost`
-counts calls that did not end with all their tokens.
-`update`: the same tensors with other values, published as a version and taken over from disk.
+counts calls that did not end with all their tokens; `states` are the supervisor's events.
 KEY=VALUE are keys of the engine section, as max_running=128 or sglang.dtype=bfloat16.
 """
 
@@ -16,17 +16,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import platform
+import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,12 @@ from agentrl.engine.base import Sampling
 from agentrl.engine.client import EngineClient
 from agentrl.engine.devices import EngineShare
 from agentrl.engine.faults import LogReader
-from agentrl.engine.loaded import read_tensors
 from agentrl.engine.proof import STARTING_MODEL, EngineWeights
 from agentrl.engine.reports import Reports
 from agentrl.engine.startup import Start, launch, wait_until_ready
 from agentrl.engine.supervisor import EngineSupervisor
 from agentrl.engine.watch import Watch, first_fault
-from agentrl.events import NoEvents
-from agentrl.weights.version import publish_version
+from agentrl.events import EngineFault, EngineState, Event, NoEvents
 
 POLL_S = 0.01
 
@@ -66,29 +65,49 @@ class Round:
     vocabulary: int
 
     async def run(self, client: EngineClient, seed: int) -> dict[str, float]:
-        """Return its seconds, tokens, requests, and the client's CPU seconds."""
+        """Return its seconds, tokens, and this process's CPU seconds a request."""
+        given = [self._prompts(seed, at) for at in range(self.count)]
         began, cpu = time.perf_counter(), time.process_time()
-        replies = await asyncio.gather(*(self._one(client, seed, at) for at in range(self.count)))
-        seconds = time.perf_counter() - began
+        replies = await asyncio.gather(
+            *(self._one(client, f"{seed}-{at}", one) for at, one in enumerate(given))
+        )
+        seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         return {
             "seconds": seconds,
             "tokens": sum(replies),
             "tokens_per_s": sum(replies) / seconds,
-            "client_cpu_ms_per_request": 1000
-            * (time.process_time() - cpu)
-            / (self.count * self.turns),
+            "client_cpu_ms_per_request": 1000 * cpu / (self.count * self.turns),
         }
 
-    async def _one(self, client: EngineClient, seed: int, at: int) -> int:
+    def _prompts(self, seed: int, at: int) -> list[list[int]]:
+        """The first prompt, and what each later turn adds."""
         rng = np.random.default_rng([seed, at])
-        ids = rng.integers(16, self.vocabulary, self.prompt).tolist()
-        made = 0
-        for _ in range(self.turns):
-            sampling = Sampling(max_new_tokens=self.new, temperature=1.0)
-            reply = await client.generate(ids, sampling, trajectory=f"{seed}-{at}")
+        sizes = [self.prompt, *[64] * (self.turns - 1)]
+        return [rng.integers(16, self.vocabulary, size).tolist() for size in sizes]
+
+    async def _one(self, client: EngineClient, name: str, given: list[list[int]]) -> int:
+        ids, made = list[int](), 0
+        sampling = Sampling(max_new_tokens=self.new, temperature=1.0)
+        for more in given:
+            ids += more
+            reply = await client.generate(ids, sampling, trajectory=name)
             made += len(reply.token_ids)
-            ids += [*reply.token_ids, *rng.integers(16, self.vocabulary, 64).tolist()]
+            ids += reply.token_ids
         return made
+
+
+class Told(NoEvents):
+    """Keeps what the supervisor says of its engine, and when."""
+
+    def __init__(self) -> None:
+        self.states: list[tuple[float, str]] = []
+
+    def write(self, event: Event) -> None:
+        at = time.perf_counter()
+        if isinstance(event, EngineState) and event.state != "load":
+            self.states.append((at, event.state))
+        if isinstance(event, EngineFault) and event.cause != "request":
+            self.states.append((at, f"ended for {event.cause}"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +117,11 @@ class Bench:
     folder: Path
     shape: Round
     rounds: int
+    found: dict[str, Any] = field(default_factory=dict)
+    """Results by part."""
 
-    async def throughput(self, *, graphs: bool = True) -> dict[str, Any]:
-        """Alternate rounds with and without the watchers on one engine."""
+    async def engine(self, *, graphs: bool = True) -> dict[str, Any]:
+        """Measure one engine: with graphs, rounds with and without the watchers; and decoding."""
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
             log = self.folder / f"engine-graphs-{graphs}.log"
             start = Start(index=0, announced=None, log=log, share=EngineShare(), graphs=graphs)
@@ -120,40 +141,46 @@ class Bench:
                     weights=weights, process=process, reports=Reports(NoEvents()),
                     hang_s=self.config.hang_s, compile_s=600.0, log=LogReader(),
                 )  # fmt: skip
-                found = await self._alternate(url, watch)
+                async with EngineClient(lambda: [url], self.config) as client:
+                    found = await self._alternate(client, watch) if graphs else {}
+                    decode = replace(self.shape, turns=1)
+                    await decode.run(client, 900)  # what is compiled at first use
+                    found["decode"] = [await decode.run(client, 901 + at) for at in range(2)]
                 found["engine"] = weights.able.name
                 found["metrics"] = (await admin.metrics()).splitlines()
             finally:
                 await process.kill()
         return {"started_s": started, **found}
 
-    async def _alternate(self, url: str, watch: Watch) -> dict[str, Any]:
-        async with EngineClient(lambda: [url], self.config) as client:
-            await self.shape.run(client, 0)  # kernels are compiled at first use
-            rounds: dict[str, list[dict[str, float]]] = {"watched": [], "unwatched": []}
-            for number in range(self.rounds):
-                rounds["unwatched"].append(await self.shape.run(client, 2 * number + 1))
-                watchers = asyncio.create_task(first_fault(watch.watchers()))
-                rounds["watched"].append(await self.shape.run(client, 2 * number + 2))
-                if watchers.done():
-                    raise RuntimeError(f"a fault was found: {watchers.result()}")
-                watchers.cancel()
-                await asyncio.gather(watchers, return_exceptions=True)
-        medians = {
-            name: statistics.median(one["tokens_per_s"] for one in each)
+    async def _alternate(self, client: EngineClient, watch: Watch) -> dict[str, Any]:
+        await self.shape.run(client, 0)  # kernels are compiled at first use
+        rounds: dict[str, list[dict[str, float]]] = {"watched": [], "unwatched": []}
+        for number in range(2 * self.rounds):
+            if number % 4 in (1, 2):
+                rounds["unwatched"].append(await self.shape.run(client, number + 1))
+                continue
+            watchers = asyncio.create_task(first_fault(watch.watchers()))
+            rounds["watched"].append(await self.shape.run(client, number + 1))
+            if watchers.done():
+                raise RuntimeError(f"a fault was found: {watchers.result()}")
+            watchers.cancel()
+            await asyncio.gather(watchers, return_exceptions=True)
+        rates = {
+            name: sum(one["tokens"] for one in each) / sum(one["seconds"] for one in each)
             for name, each in rounds.items()
         }
         return {
             "rounds": rounds,
-            "tokens_per_s": medians,
-            "ratio": medians["watched"] / medians["unwatched"],
+            "tokens_per_s": rates,
+            "ratio": rates["watched"] / rates["unwatched"],
             "longest_stall_s": watch.progress.longest_s,
         }
 
     async def faults(self) -> dict[str, Any]:
-        """Stop and kill a supervised engine under load, and give it new weights in between."""
+        """Stop and kill a supervised engine under load."""
+        told = Told()
         supervisor = EngineSupervisor(
-            self.config, model=self.model, logs=self.folder / "logs", events=NoEvents()
+            self.config, model=self.model, logs=self.folder / "logs", events=told
         )
         try:
             began = time.perf_counter()
@@ -162,18 +189,16 @@ class Bench:
             async with EngineClient(
                 supervisor.urls, self.config, weights=supervisor.weights
             ) as client:
-                found["updates"] = [
-                    await self._update(supervisor, client, version) for version in (1, 2)
-                ]
                 for name in ("SIGSTOP", "SIGKILL"):
-                    found[name] = await self._fault(supervisor, client, name)
+                    found[name] = await self._fault(supervisor, client, name, told)
+                    print(name, json.dumps(found[name]), flush=True)
         finally:
             await supervisor.close()
         return found
 
     async def _fault(
-        self, supervisor: EngineSupervisor, client: EngineClient, name: str
-    ) -> dict[str, float]:
+        self, supervisor: EngineSupervisor, client: EngineClient, name: str, told: Told
+    ) -> dict[str, Any]:
         calls = [
             asyncio.create_task(
                 client.generate(
@@ -205,43 +230,13 @@ class Bench:
             "noticed_s": noticed,
             "serving_s": serving,
             "lost": len(whole) - sum(whole),
+            "states": {state: round(at - began, 2) for at, state in told.states if at > began},
         }
 
     def _signal(self, pid: int, name: str) -> None:
         """Send to every process of the engine, but to none above it."""
         for one in psutil.Process(pid).children(recursive=True) or [psutil.Process(pid)]:
             one.send_signal(signal.Signals[name])
-
-    async def _update(
-        self, supervisor: EngineSupervisor, client: EngineClient, version: int
-    ) -> dict[str, Any]:
-        tensors = [
-            (name, (tensor.float() * (1 + version / 1000)).to(tensor.dtype))
-            for name, tensor in read_tensors(self.model)
-        ]
-        size = sum(tensor.nbytes for _, tensor in tensors)
-        announced = publish_version(
-            self.folder / "weights", run="bench", attempt=1, version=version, step=version,
-            tensors=tensors, model_folder=self.model, consumed=[],
-        )  # fmt: skip
-        files = sorted(announced.folder.glob("*.safetensors"))
-        read_s = min(_timed_read(files) for _ in range(2))
-        calls = asyncio.create_task(self.shape.run(client, 990 + version))
-        await asyncio.sleep(0.3)
-        began = time.perf_counter()
-        await supervisor.update(announced)
-        seconds = time.perf_counter() - began
-        await calls
-        reply = await client.generate(
-            [17], Sampling(max_new_tokens=4, temperature=1.0), trajectory="v"
-        )
-        return {
-            "bytes": size,
-            "seconds": seconds,
-            "gb_per_s": size / seconds / 1e9,
-            "plain_read_gb_per_s": size / read_s / 1e9,
-            "versions": sorted({span.version for span in reply.versions}),
-        }
 
 
 async def _until(claim: Callable[[], bool], *, deadline_s: float = 900.0) -> None:
@@ -252,29 +247,30 @@ async def _until(claim: Callable[[], bool], *, deadline_s: float = 900.0) -> Non
     raise TimeoutError(f"nothing came of a fault within {deadline_s:g} s")
 
 
-def _timed_read(files: list[Path]) -> float:
-    began = time.perf_counter()
-    for path in files:
-        with path.open("rb", buffering=0) as file:
-            while file.read(16 << 20):
-                pass
-    return time.perf_counter() - began
-
-
-def _config(named: str, keys: list[str]) -> EngineConfig:
+def engine_config(named: str, keys: list[str]) -> EngineConfig:
     below = laid_over(OmegaConf.create(), [f"engine={named}"])
     chosen = OmegaConf.merge(below.get("engine", {}), dotlist(keys))
     return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(EngineConfig), chosen))  # type: ignore[return-value]
 
 
-async def measure(bench: Bench, *, graphs_off: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"throughput": await bench.throughput()}
-    print(json.dumps({k: v for k, v in found["throughput"].items() if k != "metrics"}), flush=True)
-    found["faults"] = await bench.faults()
-    print(json.dumps(found["faults"]), flush=True)
-    if graphs_off:
-        found["graphs_off"] = await replace(bench, rounds=1).throughput(graphs=False)
-    return found
+async def measure(bench: Bench, parts: list[str], report: Callable[[], None]) -> None:
+    """Fill `bench.found` part by part; `report` after each."""
+    for part in parts:
+        if part == "faults":
+            bench.found[part] = await bench.faults()
+        else:
+            bench.found[part] = await bench.engine(graphs=part == "graphs_on")
+        report()
+    on, off = (bench.found.get(part, {}).get("decode") for part in ("graphs_on", "graphs_off"))
+    if on and off:
+        bench.found["decode_tokens_per_s"] = {
+            name: max(one["tokens_per_s"] for one in rounds)
+            for name, rounds in (("graphs_on", on), ("graphs_off", off))
+        }
+        report()
+
+
+PARTS = ("graphs_on", "faults", "graphs_off")
 
 
 def main() -> None:
@@ -282,11 +278,11 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", default="sglang", help="a preset of configs/engines")
     parser.add_argument("--count", type=int, default=128, help="trajectories at once")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--new", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--graphs-off", action="store_true")
+    parser.add_argument("--new", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=4, help="of each kind, an even number")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
     given = parser.parse_args()
@@ -297,32 +293,44 @@ def main() -> None:
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
-            config=_config(given.engine, given.keys), model=given.model, folder=Path(folder),
+            config=engine_config(given.engine, given.keys), model=given.model, folder=Path(folder),
             shape=shape, rounds=given.rounds,
         )  # fmt: skip
-        found = asyncio.run(measure(bench, graphs_off=given.graphs_off))
+        report = functools.partial(_report, bench.found, given.out)
+        asyncio.run(measure(bench, given.parts, report))
+
+
+def header(name: str) -> dict[str, Any]:
+    """Return what a result says of where it comes from."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], check=False, capture_output=True, text=True
-    ).stdout
-    result = {
-        "benchmark": "engine_recovery",
-        "command": f"python -m benchmarks.engine_recovery {' '.join(sys.argv[1:])}",
+    asked = ["git", "rev-parse", "HEAD"]
+    commit = subprocess.run(asked, check=False, capture_output=True, text=True).stdout
+    return {
+        "benchmark": name,
+        "command": f"python -m benchmarks.{name} {shlex.join(sys.argv[1:])}",
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
         "cores": os.cpu_count(),
         "versions": {
-            "python": platform.python_version(), "torch": torch.__version__,
-            "engine": found["throughput"].pop("engine"), "commit": commit.strip(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "commit": commit.strip(),
         },
-        **found,
-    }  # fmt: skip
-    metrics = {name: one.pop("metrics", None) for name, one in found.items()}
-    text = json.dumps(result, indent=1)
-    if given.out is not None:
-        given.out.write_text(text + "\n")
-        given.out.with_suffix(".metrics.txt").write_text("\n".join(metrics["throughput"] or []))
-    print(text)
+    }
+
+
+def _report(found: dict[str, Any], out: Path | None) -> None:
+    """Print what there is so far, and write it: a run may be ended before its last part."""
+    shown = {
+        part: {key: value for key, value in one.items() if key != "metrics"}
+        for part, one in found.items()
+    }
+    text = json.dumps({**header("engine_recovery"), **shown}, indent=1)
+    if out is not None:
+        out.write_text(text + "\n")
+        metrics = found.get("graphs_on", {}).get("metrics", [])
+        out.with_suffix(".metrics.txt").write_text("\n".join(metrics))
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,15 @@ from agentrl.engine.process import EngineProcess, tail
 from agentrl.engine.proof import EngineWeights, identity_of
 from agentrl.engine.reports import Reports
 from agentrl.engine.restarts import Fault, FaultHistory, Verdict
-from agentrl.engine.startup import Leased, MissingModel, Ready, Start, launch, wait_until_ready
+from agentrl.engine.startup import (
+    Leased,
+    MissingModel,
+    MissingServer,
+    Ready,
+    Start,
+    launch,
+    wait_until_ready,
+)
 from agentrl.engine.watch import Watch, first_fault, watch_log
 from agentrl.errors import LaunchError, RecordError, VersionError, WaitTimeout
 from agentrl.events import now
@@ -284,6 +292,8 @@ def _end(life: asyncio.Future[Fault] | None, fault: Fault) -> None:
 def _cause(error: BaseException) -> str:
     if isinstance(error, MissingModel):
         return "model"
+    if isinstance(error, MissingServer):
+        return "import"
     if isinstance(error, VersionError):
         return "version"
     return "start" if isinstance(error, LaunchError | WaitTimeout | OSError) else "unresponsive"

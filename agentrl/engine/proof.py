@@ -42,8 +42,9 @@ class EngineWeights:
     """Of the engine, as its node calls itself to the trainer."""
     _group: str = ""
     """That it joined for pushes."""
-    _own_checksums: list[dict[str, Any]] | None = None
-    """Its answer at the last proof, where its checksum is not ours."""
+    _own: tuple[str, list[dict[str, Any]]] | None = None
+    """At the last proof, where its hashes are not ours: our checksum (empty for the starting model)
+    and its answer."""
 
     @property
     def version(self) -> int:
@@ -118,9 +119,11 @@ class EngineWeights:
         """Compare the engine's own answers with what was announced.
 
         Where the engine hashes as we do, its checksum must be the announced one. SGLang's hashes
-        are its own: there the label must fit and the hashes must have changed, which proves that
-        some other weights arrived, not which; after a start, the label alone. (They are taken then
-        too: to compare with, and because the first ones compile a kernel for seconds.)
+        are its own: there the label must fit, and the hashes must have changed since the last proof
+        if and only if our checksum has. That proves that other weights arrived, not which; after a
+        start, and after the starting model, whose checksum nobody announced, the label alone. (They
+        are taken then too: to compare with, and because the first ones compile a kernel for
+        seconds.)
         """
         version = 0 if announced is None else announced.version
         found = await self.admin.weight_version()
@@ -134,9 +137,7 @@ class EngineWeights:
             return
         ranks = await self.admin.checksums()
         if announced is None or self.able.checksum == "own":
-            before, self._own_checksums = self._own_checksums, ranks
-            if before is not None and before == ranks:
-                self._refuse(version, f"it calls its weights {version}, but they did not change")
+            self._compare(version, "" if announced is None else announced.checksum, ranks)
             return
         held = [rank.get("checksum") for rank in ranks]
         if not held or any(one != announced.checksum for one in held):
@@ -145,6 +146,16 @@ class EngineWeights:
                 f"version {version} was announced with checksum {announced.checksum}, it holds "
                 f"{held}; compare {announced.folder} with what the trainer wrote",
             )
+
+    def _compare(self, version: int, checksum: str, ranks: list[dict[str, Any]]) -> None:
+        before, self._own = self._own, (checksum, ranks)
+        if before is None or not before[0]:
+            return
+        is_other, has_changed = before[0] != checksum, before[1] != ranks
+        if is_other and not has_changed:
+            self._refuse(version, f"it calls its weights {version}, but they did not change")
+        if has_changed and not is_other:
+            self._refuse(version, f"its weights changed, but those of {version} are the last ones")
 
     def _refuse(self, version: int, why: str) -> None:
         self.reports.version(self.name, version, "refused")

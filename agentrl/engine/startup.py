@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,10 @@ class MissingModel(LaunchError):
     """No restart can find it either."""
 
 
+class MissingServer(LaunchError):
+    """Nor is the interpreter there that has SGLang."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """What one start of one engine differs in from the others."""
@@ -63,9 +68,15 @@ class Start:
 async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[EngineProcess, Ready]:
     """Start an engine with the announced weights, or with the starting model.
 
-    Raises LaunchError where the weights' folder is missing or no port is free.
+    Raises LaunchError where the weights' folder or the server is missing, or no port is free.
     """
     announced, share = start.announced, start.share
+    python = config.sglang.python if config.kind == "sglang" else ""
+    if python and shutil.which(python) is None:
+        raise MissingServer(
+            f"engine {start.index}: engine.sglang.python={python} is no program here. On a machine "
+            "without a GPU `make sglang` puts it there; in an image that has SGLang leave it empty"
+        )
     weights = (model if announced is None else announced.folder).absolute()
     if not weights.is_dir():
         raise MissingModel(

@@ -238,3 +238,14 @@ def test_an_interpreter_without_sglang_is_said_at_once(tmp_path: Path, model: Pa
         LaunchError, match=r"(?s)would meet the same; the last time by import.*sglang"
     ):
         run(Case(tmp_path, sglang=sglang), model, never)
+
+
+def test_an_interpreter_that_is_not_there_is_said_at_once(tmp_path: Path, model: Path) -> None:
+    async def never(case: Case) -> None:
+        raise AssertionError
+
+    sglang = SglangConfig(python=str(tmp_path / "none"), device="cpu")
+    with pytest.raises(
+        LaunchError, match=r"by import: engine 0: engine\.sglang\.python=.*none is no"
+    ):
+        run(Case(tmp_path, sglang=sglang), model, never)
