@@ -216,6 +216,8 @@ class TrainingConfig:
     """Processes of the trainer, one a GPU; FSDP2 cuts parameters and optimizer over them."""
     backend: str = "torch"
     """`torch`: a transformers model, FSDP2. `megatron`: megatron-core, cut as the next keys say."""
+    megatron_layers: str = "local"
+    """`local`: without Transformer Engine, on CUDA and ROCm. `te`: Megatron's own, on it."""
     tensor_parallel: int = 1
     """Megatron: ranks that share each layer's matrices out, and its activations between them."""
     expert_parallel: int = 1
@@ -234,6 +236,10 @@ class TrainingConfig:
     """Torch threads of the trainer on a CPU."""
     checkpoint_every: int = 20
     """Steps between checkpoints."""
+    checkpoint_in_background: bool = False
+    """Train on while threads write a checkpoint; its copy takes the CPU's memory meanwhile."""
+    checkpoint_timeout_s: float = 1800.0
+    """Longest that writing one may take, seconds, the ranks' shares and the rest each."""
     max_trained_staleness: int = 4
     """Versions between a group's oldest token and the trainer beyond which it is filtered."""
     keep_checkpoints: int = 2

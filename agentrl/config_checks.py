@@ -26,6 +26,7 @@ CHOICES = {
     "training.aggregation": ("token", "trajectory"),
     "training.backend": ("torch", "megatron"),
     "training.dtype": ("float32", "bfloat16"),
+    "training.megatron_layers": ("local", "te"),
     "training.lr_decay": ("none", "linear"),
     "training.packing": ("padded", "packed"),
     "training.device": ("cpu", "gpu"),

@@ -22,9 +22,11 @@ import torch
 
 from agentrl.config import RunConfig
 from agentrl.training import ranks
+from agentrl.training.flops import matrix_rate, step_flops
+from agentrl.training.hf_shape import read_shape
 from agentrl.training.packing import MicroBatch, Sample, pack, padding_share
 from agentrl.training.torch_backend import TorchBackend
-from benchmarks.logprob_loss import GIB, command, median_ms, versions
+from benchmarks.logprob_loss import GIB, command, versions
 
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 28, 1024, 3072, 16, 8, 128, 151_936
 VARIANTS: dict[str, dict[str, object]] = {
@@ -80,18 +82,6 @@ def make_samples(tokens: int) -> list[Sample]:
     return samples
 
 
-def flops_of(samples: list[Sample]) -> float:
-    """Return the operations of forward and backward that the model needs for these samples."""
-    attention = HEADS * HEAD_DIM
-    matrices = HIDDEN * (2 * attention + 2 * KV_HEADS * HEAD_DIM) + 3 * HIDDEN * INNER
-    total = 0.0
-    for sample in samples:
-        length = len(sample.tokens)
-        total += 6 * LAYERS * (matrices * length + attention * length**2)
-        total += 6 * HIDDEN * VOCABULARY * sample.sampled_tokens
-    return total
-
-
 def measure(
     folder: Path, variant: dict[str, object], samples: list[Sample], budget: int, rounds: int
 ) -> dict[str, float]:
@@ -134,12 +124,6 @@ def timed(backend: TorchBackend, batches: list[MicroBatch]) -> float:
     return time.perf_counter() - begun
 
 
-def matrix_rate() -> float:
-    """Return this card's bfloat16 rate on an 8192 cube of random numbers, FLOP/s."""
-    left, right = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / (median_ms(lambda: left @ right, 20) / 1e3)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=65_536)
@@ -149,11 +133,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     samples = make_samples(options.tokens)
-    work, rate = flops_of(samples), matrix_rate()
-    print(f"{len(samples)} trajectories, {work / 1e12:.0f} TFLOP a step; {rate / 1e12:.0f} TFLOP/s")
+    rate = matrix_rate(torch.device("cuda"))
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder))
+        work = step_flops(read_shape(json.loads((model / "config.json").read_bytes())), samples)
+        print(f"{len(samples)} trajectories, {work / 1e12:.0f} TFLOP; {rate / 1e12:.0f} TFLOP/s")
         for name, variant in VARIANTS.items():
             if options.only not in name:
                 continue

@@ -1,15 +1,16 @@
 """Causal attention over rows that hold several sequences one after another, without a mask.
 
-Registered with transformers as `agentrl_packed`. On a GPU in bfloat16 or float16 torch's varlen
-kernel (flash attention by the sequences' ends) does it; else each sequence has its own
-scaled_dot_product_attention, which the flash kernel serves too. No [T, T] mask anywhere: at 64k
-tokens one of booleans alone would be 4 GiB. Rows with one sequence each, padded on the right, need
-no ends: a causal row never looks to the right.
+Registered with transformers as `agentrl_packed`, and called by Megatron's layers. On a GPU in
+bfloat16 or float16 torch's varlen kernel (flash attention by the sequences' ends) does it; else
+each sequence has its own scaled_dot_product_attention, which the flash kernel serves too. No [T, T]
+mask anywhere: at 64k tokens one of booleans alone would be 4 GiB. Rows with one sequence each,
+padded on the right, need no ends: a causal row never looks to the right.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agentrl.errors import ConfigError
+from agentrl.training.windows import attend_windows, takes_windows
 
 NAME = "agentrl_packed"
 
@@ -56,13 +58,35 @@ def packed_attention(
         )
     if cu_seq_lens_q is None:
         return _attend(query, key, value, scaling).transpose(1, 2), None
+    lying = [part[0].transpose(0, 1) for part in (query, key, value)]
+    return attend_packed(*lying, cu_seq_lens_q, max_length_q, scale=scaling)[None], None
+
+
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    *,
+    scale: float | None = None,
+    lengths: Sequence[int] = (),
+) -> Tensor:
+    """Return [T, heads, dim] of [T, heads, dim] and, for key and value, as many heads or fewer.
+
+    ends: [sequences + 1] int32, 0 first; longest: of the sequences; lengths: theirs, where the
+    caller has them on the CPU.
+    """
+    if lengths and takes_windows(query, lengths):
+        return attend_windows(query, key, value, lengths, scale)
     if _takes_varlen(query):
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+        return _varlen(query, key, value, ends, longest, scale)
+    upright = [part.transpose(0, 1)[None] for part in (query, key, value)]
     parts = [
-        _attend(query[:, :, first:last], key[:, :, first:last], value[:, :, first:last], scaling)
-        for first, last in pairwise(cu_seq_lens_q.tolist())
+        _attend(*(part[:, :, first:last] for part in upright), scale)
+        for first, last in pairwise(ends.tolist())
     ]
-    return torch.cat(parts, 2).transpose(1, 2), None
+    return torch.cat(parts, 2)[0].transpose(0, 1)
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
@@ -80,20 +104,17 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    rows = [part[0].transpose(0, 1) for part in (query, key, value)]
     options: dict[str, Any] = {"scale": scale}
     if "enable_gqa" in _VARLEN_TAKES:
         options["enable_gqa"] = True
     else:
-        repeats = rows[0].shape[1] // rows[1].shape[1]
-        rows[1:] = [part.repeat_interleave(repeats, 1) for part in rows[1:]]
+        repeats = query.shape[1] // key.shape[1]
+        key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
     if "window_size" in _VARLEN_TAKES:
         options["window_size"] = (-1, 0)
     else:
         options["is_causal"] = True
-    query, key, value = rows
-    out = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
-    return cast(Tensor, out)[None]
+    return cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, **options))
 
 
 def _varlen_arguments() -> frozenset[str]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
+from agentrl.errors import DivergedError
 from agentrl.training.packing import MicroBatch
 
 if TYPE_CHECKING:
@@ -15,12 +18,26 @@ if TYPE_CHECKING:
     from agentrl.training.taken import Taken
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Every size-th tensor, from number `rank` on: a rank's share of a state."""
+
+    rank: int
+    size: int
+
+    def has(self, number: int) -> bool:
+        return number % self.size == self.rank
+
+
+WHOLE, NOTHING = Part(0, 1), Part(-1, 1)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendState:
-    """All that a back end needs to go on bit for bit, whole: on any number of ranks."""
+    """All that a back end needs to go on bit for bit, on any number of ranks; or a share of it."""
 
-    model: dict[str, Tensor]
-    optimizer: dict[str, Tensor]
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
     """`exp_avg/NAME` and so on; scalars as 0-d tensors."""
     updates: int
     """Optimizer steps taken: the learning-rate schedule is a function of it."""
@@ -32,6 +49,15 @@ def learning_rate(config: TrainingConfig, updates: int) -> float:
     left = (config.steps - updates) / max(1, config.steps - config.warmup_steps)
     fall = left if config.lr_decay == "linear" else 1.0
     return config.lr * max(0.0, min(rise, fall, 1.0))
+
+
+def refuse_divergence(norm: float, *, loss: float, updates: int) -> None:
+    """Raise DivergedError for a gradient that is no number; the weights are not yet changed."""
+    if not math.isfinite(norm):
+        raise DivergedError(
+            f"update {updates + 1}: gradient norm {norm}, loss {loss}; the weights are unchanged. "
+            "Resume from the last checkpoint with a lower training.lr"
+        )
 
 
 class Backend(Protocol):
@@ -55,6 +81,10 @@ class Backend(Protocol):
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their Hugging Face names, in the dtype that engines load."""
 
-    def state(self) -> BackendState: ...
+    def state(self) -> BackendState:
+        """Return the whole state."""
+
+    def share(self, folder: Path) -> BackendState:
+        """Return a copy of this rank's share on the CPU; the others write theirs to `folder`."""
 
     def restore(self, state: BackendState) -> None: ...

@@ -44,7 +44,10 @@ def open_megatron(config: RunConfig) -> MegatronBackend:
 
     training = config.training
     layout = Layout(
-        tp=training.tensor_parallel, ep=training.expert_parallel, pp=training.pipeline_parallel
+        tp=training.tensor_parallel,
+        ep=training.expert_parallel,
+        pp=training.pipeline_parallel,
+        spec=training.megatron_layers,  # type: ignore[arg-type]  # checked by check_training
     )
     return MegatronBackend(Path(config.model.path), config, layout)
 

@@ -1,32 +1,33 @@
 """Checkpoints: written whole, verified by hash, and never pickled.
 
-`step-000120.tmp-ATTEMPT/` → files, each fsynced → manifest.json (size and sha256 of each file) →
-rename → LATEST.json. Which one counts is found by listing and verifying; LATEST.json is for people
-and for the verdict. The consumed draws in a checkpoint are the only record of consumption.
+`step-000120.tmp-ATTEMPT/` → files, each fsynced; with several ranks, each rank's own (shares) →
+manifest.json (size and sha256 of each file) → rename → LATEST.json. Which one counts is found by
+listing and verifying; LATEST.json is for people and for the verdict. The consumed draws in a
+checkpoint are the only record of consumption.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from agentrl.errors import CheckpointError, PublishError, RecordError
 from agentrl.events import CheckpointEvent, NoEvents, Writer, now
 from agentrl.handoff.publish import fsync_folder, publish_json
 from agentrl.rollout.draws import DrawSet
 from agentrl.training import rng
-from agentrl.training.backend import BackendState
+from agentrl.training.backend import BackendState, Part
+from agentrl.training.convert import INDEX
 from agentrl.training.model_folder import copy_side_files
+from agentrl.training.shares import await_shares, digests, entry, read_tensors, write_share
 
 MANIFEST = "manifest.json"
 TRAINED = "trained"
@@ -66,29 +67,66 @@ def save(
 
     Raises PublishError when the disk refuses; older checkpoints are untouched then.
     """
-    started = now()
-    target = folder / folder_name(checkpoint.step)
-    temporary = folder / f"{target.name}.tmp-{attempt:04d}"
+    temporary = begin(folder, checkpoint.step, attempt)
+    files = Files(model_folder=model_folder, keep=keep, attempt=attempt)
+    return complete(temporary, checkpoint, files, events)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Files:
+    """What a checkpoint's files are besides its own state."""
+
+    model_folder: Path
+    """Whose config and tokenizer go with it."""
+    keep: int
+    """Good checkpoints kept, this one included."""
+    attempt: int
+    ranks: int = 1
+    """That write a share each."""
+    limit_s: float = 600.0
+    """Longest that the others' shares may take."""
+
+
+def begin(folder: Path, step: int, attempt: int) -> Path:
+    """Make the folder that all ranks write into. Raises PublishError when the disk refuses."""
+    temporary = folder / f"{folder_name(step)}.tmp-{attempt:04d}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        _write(temporary, checkpoint, model_folder, attempt)
+        temporary.mkdir()
+    except OSError as error:
+        raise _refused(temporary, error) from error
+    return temporary
+
+
+def complete(
+    temporary: Path, checkpoint: Checkpoint, files: Files, events: Writer | None = None
+) -> Path:
+    """Write rank 0's share and the rest of what was begun, await the others', and move it in."""
+    started, folder = now(), temporary.parent
+    target = folder / folder_name(checkpoint.step)
+    try:
+        _write(temporary, checkpoint, files)
         _move_in(temporary, target)
         publish_json(folder / "LATEST.json", {"step": checkpoint.step, "folder": target.name})
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, PublishError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise PublishError(
-            f"saving checkpoint {target}: {error}; older checkpoints are untouched. "
-            "Free space there, then resume the run"
-        ) from error
+        raise _refused(target, error) from error
     verify(target)
-    _retain(folder, keep, target)
+    _retain(folder, files.keep, target)
     (events or NoEvents()).write(
         CheckpointEvent(
             step=checkpoint.step, phase="saved", path=str(target), start=started, end=now()
         )
     )
     return target
+
+
+def _refused(path: Path, error: Exception) -> PublishError:
+    return PublishError(
+        f"saving checkpoint {path}: {error}; older checkpoints are untouched. "
+        "Free space there, then resume the run"
+    )
 
 
 def tidy(folder: Path, loaded: Checkpoint, keep: int) -> None:
@@ -162,38 +200,44 @@ def verify(path: Path) -> dict[str, Any]:
         wanted = manifest["files"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: not readable ({error!r})") from error
-    for name, entry in wanted:
+    for name, told in wanted:
         file = path / name
         size = file.stat().st_size if file.is_file() else None
-        if size != entry["size"]:
-            raise CheckpointError(f"{file}: {size} bytes, its manifest says {entry['size']}")
-        if _sha256(file) != entry["sha256"]:
+        if size != told["size"]:
+            raise CheckpointError(f"{file}: {size} bytes, its manifest says {told['size']}")
+    for file, digest in digests([path / name for name in manifest["files"]]):
+        if digest != manifest["files"][file.name]["sha256"]:
             raise CheckpointError(f"{file}: its sha256 is not the manifest's; it was changed")
     return manifest
 
 
-def _write(folder: Path, checkpoint: Checkpoint, model_folder: Path, attempt: int) -> None:
-    folder.mkdir()
-    copy_side_files(model_folder, folder)
-    state = checkpoint.backend
-    model = {name: tensor.contiguous() for name, tensor in state.model.items()}
-    save_file(model, folder / "model.safetensors", metadata={"format": "pt"})
-    optimizer = {name: tensor.contiguous() for name, tensor in state.optimizer.items()}
-    save_file(optimizer, folder / "optimizer.safetensors")
+def _write(folder: Path, checkpoint: Checkpoint, files: Files) -> None:
+    copy_side_files(files.model_folder, folder)
     head = {
         "step": checkpoint.step,
         "version": checkpoint.version,
         "config_hash": checkpoint.config_hash,
     }
-    rest = {"updates": state.updates, "pending": checkpoint.pending, "rng": checkpoint.rng}
+    updates = checkpoint.backend.updates
+    rest = {"updates": updates, "pending": checkpoint.pending, "rng": checkpoint.rng}
     (folder / "state.json").write_text(json.dumps({**head, **rest}))
     (folder / "consumed.json").write_text(json.dumps(_compact(checkpoint.consumed)))
-    files = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-        files[path.name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    publish_json(folder / MANIFEST, {**head, "attempt": attempt, "files": files})
+    write_share(folder, checkpoint.backend, Part(0, files.ranks))
+    shares = await_shares(folder, files.ranks, files.limit_s)
+    if files.ranks > 1:
+        publish_json(folder / INDEX, _index(shares))
+    own = [path for path in sorted(folder.iterdir()) if path.name not in shares]
+    entries = {path.name: entry(path) for path in own} | {
+        name: {"size": told["size"], "sha256": told["sha256"]} for name, told in shares.items()
+    }
+    publish_json(folder / MANIFEST, {**head, "attempt": files.attempt, "files": entries})
+
+
+def _index(shares: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return transformers' index of a model in several files."""
+    where = {name: file for file, told in shares.items() for name in told["tensors"]}
+    size = sum(told["size"] for told in shares.values() if told["tensors"])
+    return {"metadata": {"total_size": size}, "weight_map": where}
 
 
 def _move_in(temporary: Path, target: Path) -> None:
@@ -211,12 +255,13 @@ def _move_in(temporary: Path, target: Path) -> None:
 def _read(path: Path) -> Checkpoint:
     try:
         state = json.loads((path / "state.json").read_bytes())
+        names = os.listdir(path)
         return Checkpoint(
             step=state["step"],
             version=state["version"],
             backend=BackendState(
-                model=load_file(path / "model.safetensors"),
-                optimizer=load_file(path / "optimizer.safetensors"),
+                model=read_tensors(path, "model", names),
+                optimizer=read_tensors(path, "optimizer", names),
                 updates=state["updates"],
             ),
             consumed=_read_consumed(path),
@@ -285,8 +330,3 @@ def _remove_leftovers(folder: Path) -> None:
             shutil.rmtree(folder / name)
         elif name.endswith(".tmp"):
             (folder / name).unlink()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -65,6 +65,14 @@ class EngineGaps:
         return dict(by_node)
 
 
+def gaps_by_age(origins: Sequence[Origin], gaps: Sequence[float]) -> dict[str, float]:
+    """Return the mean of sequences' gaps by their age, as `gap_age_0` and so on: metrics."""
+    by_age: dict[int, list[float]] = defaultdict(list)
+    for origin, gap in zip(origins, gaps, strict=True):
+        by_age[origin.age].append(gap)
+    return {f"gap_age_{age}": sum(found) / len(found) for age, found in sorted(by_age.items())}
+
+
 class _Response(msgspec.Struct):
     engine: str = ""
 

@@ -1,7 +1,8 @@
-"""A layer's experts as two products of torch's grouped matmul, instead of a loop over experts.
+"""A layer's experts as two products of torch's grouped matmul, and the way of tokens to them.
 
-Megatron's own without Transformer Engine is that loop (SequentialMLP), which starts three small
-kernels an expert and leaves a GPU idle most of the time.
+Megatron's own without Transformer Engine is a loop over experts (SequentialMLP), which starts three
+small kernels an expert and leaves a GPU idle most of the time; its dispatcher adds up what comes
+back with atomics, and waits for the GPU in each layer. Of Megatron's mixture this keeps the router.
 """
 
 from __future__ import annotations
@@ -9,51 +10,103 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.distributed as dist
+from megatron.core import parallel_state  # type: ignore[import-not-found, unused-ignore]
 from megatron.core.tensor_parallel import (  # type: ignore[import-not-found, unused-ignore]
+    all_to_all,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import (  # type: ignore[import-not-found, unused-ignore]
     MegatronModule,
 )
+from megatron.core.transformer.moe.moe_utils import (  # type: ignore[import-not-found, unused-ignore]
+    get_default_pg_collection,
+)
+from megatron.core.transformer.moe.router import (  # type: ignore[import-not-found, unused-ignore]
+    TopKRouter,
+)
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from agentrl.training.gate import gated
+from agentrl.training.rows import collect, spread, way_of
 
 
 class GroupedExperts(MegatronModule):  # type: ignore[misc, unused-ignore]
-    """The experts of one rank, in the order in which Megatron's dispatcher sorts tokens."""
+    """The experts of one rank."""
 
-    def __init__(self, experts: int, config: Any, pg_collection: Any = None) -> None:
+    def __init__(self, experts: int, config: Any) -> None:
         super().__init__(config=config)
-        if pg_collection is not None and pg_collection.expt_tp.size() > 1:
-            raise ConfigError("expert tensor parallelism: experts are never cut; set it to 1")
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         place = {"dtype": config.params_dtype, "device": device}
         inner, hidden = config.moe_ffn_hidden_size, config.hidden_size
         self.linear_fc1 = nn.Parameter(torch.empty(experts, 2 * inner, hidden, **place))
         self.linear_fc2 = nn.Parameter(torch.empty(experts, hidden, inner, **place))
         for weight in (self.linear_fc1, self.linear_fc2):
-            # Megatron sums its gradient over the ranks that have the same experts only
-            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
+            # Megatron sums its gradient over all ranks that have these experts, and no others;
+            # with sequence parallelism the tensor-parallel ranks are among them
+            weight.allreduce = False  # type: ignore[attr-defined]
             # no other tensor-parallel rank counts it in the gradient's norm
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=0, stride=1)
 
-    def forward(
-        self, hidden: Tensor, tokens_per_expert: Tensor, probabilities: Tensor
-    ) -> tuple[Tensor, None]:
-        """Return [tokens, hidden], each row by its own expert, times its probability."""
-        if not len(hidden):  # the products refuse no rows; the weights still get a gradient
-            return hidden @ self.linear_fc1[0].T @ self.linear_fc2[0].repeat(1, 2).T, None
-        ends = tokens_per_expert.cumsum(0).to(hidden.device, torch.int32)
-        both = torch._grouped_mm(hidden, self.linear_fc1.mT, offs=ends)
-        gate, up = both.chunk(2, -1)
-        inner = (F.silu(gate) * up * probabilities.unsqueeze(-1)).to(hidden.dtype)
-        out = torch._grouped_mm(inner, self.linear_fc2.mT, offs=ends)
-        if out.requires_grad:
-            # its backward refuses other strides
-            out.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call, unused-ignore]
-        return out, None
+    def forward(self, rows: Tensor, counts: Tensor, chances: Tensor) -> Tensor:
+        """Return [n, hidden] of rows [n, hidden], which lie by expert, times their chances.
+
+        counts: [experts], rows of each.
+        """
+        if not len(rows):  # the products refuse no rows; the weights still get a gradient
+            return rows @ self.linear_fc1[0].T @ self.linear_fc2[0].repeat(1, 2).T
+        ends = counts.cumsum(0).to(rows.device, torch.int32)
+        both = torch._grouped_mm(rows, self.linear_fc1.mT, offs=ends)
+        return torch._grouped_mm(gated(both, chances), self.linear_fc2.mT, offs=ends)
+
+
+class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
+    """A layer of experts: Megatron's router, each token to its experts' ranks, and back."""
+
+    def __init__(self, config: Any, **ignored: Any) -> None:
+        super().__init__(config=config)
+        self.router = TopKRouter(config=config, pg_collection=get_default_pg_collection())
+        self.group = parallel_state.get_expert_model_parallel_group()
+        self.each = config.num_moe_experts // self.group.size()
+        self.experts = GroupedExperts(self.each, config)
+
+    def set_layer_number(self, number: int) -> None:
+        self.router.set_layer_number(number)
+
+    def forward(self, hidden: Tensor, **ignored: Any) -> tuple[Tensor, None]:
+        """Return (the experts' sum for each token, no bias), hidden's shape."""
+        chances, is_chosen = self.router(hidden)
+        owners = is_chosen.to(torch.uint8).topk(self.config.moe_router_topk, 1).indices
+        way = way_of(owners, is_chosen.shape[1])
+        mine = chances.gather(1, owners).flatten().index_select(0, way.order)
+        rows = spread(hidden.view(-1, hidden.shape[-1]), way)
+        answer = self._exchanged(rows, mine, is_chosen.sum(0))
+        return collect(answer, way).view(hidden.shape), None
+
+    def _exchanged(self, rows: Tensor, chances: Tensor, counts: Tensor) -> Tensor:
+        """Let each row's expert have it, wherever that is; rows lie by expert here and there."""
+        if self.group.size() == 1:
+            return self.experts(rows, counts, chances)
+        sent, found = self._counts(counts)
+        here = found.sum(0)
+        sizes = torch.stack([sent, found.sum(1)]).tolist()  # the one wait for the GPU in a layer
+        given, taken = sizes
+        rows = all_to_all(self.group, rows, taken, given)
+        chances = all_to_all(self.group, chances, taken, given)
+        experts = torch.arange(self.each, device=rows.device).repeat(self.group.size())
+        owners = experts.repeat_interleave(found.flatten(), output_size=sum(taken))
+        way = way_of(owners[:, None], self.each)
+        answer = self.experts(spread(rows, way), here, spread(chances[:, None], way)[:, 0])
+        return all_to_all(self.group, collect(answer, way), given, taken)
+
+    def _counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (rows for each rank, [ranks, experts here] rows from each rank)."""
+        size, rank = self.group.size(), self.group.rank()
+        every = counts.new_empty(size * len(counts))
+        dist.all_gather_into_tensor(every, counts.contiguous(), group=self.group)
+        by_rank = every.view(size, size, self.each)
+        return by_rank[rank].sum(1), by_rank[:, rank]
 
 
 def check_experts(body: nn.Module, layers: int) -> None:

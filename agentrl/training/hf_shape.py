@@ -25,6 +25,7 @@ class ModelShape:
     """Of a dense layer's feed-forward, or of one expert's."""
     vocabulary: int
     experts: int = 0
+    experts_per_token: int = 0
     is_tied: bool = False
     """The head is the embedding; no file has it twice."""
 
@@ -69,5 +70,6 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         inner=config["moe_intermediate_size" if is_moe else "intermediate_size"],
         vocabulary=config["vocab_size"],
         experts=experts if is_moe else 0,
+        experts_per_token=config.get("num_experts_per_tok", 0) if is_moe else 0,
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )

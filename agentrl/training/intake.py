@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,11 +63,18 @@ class Intake:
     pending: Counter[str] = field(default_factory=Counter)
     """Counts since the last step event: filtered_REASON, infra_CAUSE."""
     _ready: dict[int, Group] = field(default_factory=dict)
+    _taken: frozenset[int] = frozenset()
+    """Draws of the step under way."""
     _receiver: SocketReceiver | None = None
 
     @property
     def spool(self) -> Path:
         return self.config.run_dir / "spool"
+
+    @property
+    def ready(self) -> int:
+        """Groups read, and not yet taken for a step."""
+        return len(self._ready)
 
     @contextmanager
     def receiving(self, attempt: int, address: str) -> Iterator[None]:
@@ -86,6 +95,21 @@ class Intake:
             address=address,
         ) as self._receiver:
             yield
+
+    @contextmanager
+    def reading_ahead(self) -> Iterator[None]:
+        """Read the groups that come while the block lasts, so that the next step finds them read.
+
+        Nothing else of the intake may be called in it.
+        """
+        ends = threading.Event()
+        with ThreadPoolExecutor(1, "reading-ahead") as pool:
+            reading = pool.submit(self._read_until, ends)
+            try:
+                yield
+            finally:
+                ends.set()
+            reading.result()
 
     def ranges(self) -> list[list[int]]:
         """Return the consumed draws as announcements hold them."""
@@ -128,9 +152,9 @@ class Intake:
         self.pending.clear()
         return counts
 
-    def delete_consumed(self) -> int:
-        """Delete the spool files of consumed draws: call it once a verified checkpoint has them."""
-        gone = [path for draw, path in list_files(self.spool) if draw in self.consumed]
+    def delete(self, covered: Container[int]) -> int:
+        """Delete the spool files of draws that a verified checkpoint holds as consumed."""
+        gone = [path for draw, path in list_files(self.spool) if draw in covered]
         for path in gone:
             delete(path)
         return len(gone)
@@ -138,9 +162,7 @@ class Intake:
     def _poll(self, version: int) -> None:
         if self._receiver is not None:
             self._receiver.check()
-        for draw, path in sorted(list_files(self.spool)):
-            if draw in self.consumed or draw in self._ready:
-                continue
+        for draw, path in self._unread():
             try:
                 self._ready[draw] = read_group(path)
             except FileNotFoundError:
@@ -149,15 +171,31 @@ class Intake:
                 self._refuse(draw, path, str(error))
         for draw, group in list(self._ready.items()):
             if reason := self._reason_against(group, version):
-                self._filter(draw, reason, "group")
+                self.drop(draw, reason)
                 del self._ready[draw]
+
+    def _unread(self) -> list[tuple[int, Path]]:
+        files = sorted(list_files(self.spool))
+        known = self.consumed.keys() | self._ready.keys() | self._taken
+        return [(draw, path) for draw, path in files if draw not in known]
+
+    def _read_until(self, ends: threading.Event) -> None:
+        """Read what is good; what is not is left to `_poll`, which says so."""
+        while not ends.is_set():
+            for draw, path in self._unread():
+                if ends.is_set():
+                    return
+                with suppress(FileNotFoundError, RecordError):
+                    self._ready[draw] = read_group(path)
+            ends.wait(LONGEST_POLL_S)
 
     def _refuse(self, draw: int, path: Path, detail: str) -> None:
         log.warning("draw %d: %s; set aside as %s.bad", draw, detail, path.name)
         os.rename(path, path.with_name(f"{path.name}.bad"))
-        self._filter(draw, "unreadable", "spool_file")
+        self.drop(draw, "unreadable", "spool_file")
 
-    def _filter(self, draw: int, reason: str, what: str) -> None:
+    def drop(self, draw: int, reason: str, what: str = "group") -> None:
+        """Consume a draw untrained."""
         self.mark({draw: f"{FILTERED}{reason}"})
         self.events.write(Drop(what=what, reason=reason, draw=draw))
 
@@ -171,6 +209,7 @@ class Intake:
 
     def _take(self, wanted: int, version: int) -> Batch:
         groups = [self._ready.pop(draw) for draw in sorted(self._ready)[:wanted]]
+        self._taken = frozenset(group.draw for group in groups)
         return make_batch(groups, version, self.config, self.pending)
 
     def _missing(self, wanted: int, limit_s: float) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,15 +19,17 @@ from torch import Tensor
 import agentrl.config
 from agentrl.config import RunConfig
 from agentrl.engine import quarantine
-from agentrl.errors import Interrupted, NoSignalError, WaitTimeout
+from agentrl.errors import DivergedError, Interrupted, NoSignalError, WaitTimeout
 from agentrl.events import Step, VersionEvent, Writer, now
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import Backend
 from agentrl.training.backends import open_backend
 from agentrl.training.checkpoint import Checkpoint
-from agentrl.training.engine_gaps import EngineGaps
+from agentrl.training.engine_gaps import EngineGaps, gaps_by_age
+from agentrl.training.flops import Meter, open_meter
 from agentrl.training.intake import Batch, Intake
 from agentrl.training.packing import pack_step, padding_share
+from agentrl.training.shares import ShareWriter
 from agentrl.training.taken import Taken
 from agentrl.weights.push import Push
 from agentrl.weights.pusher import Pusher
@@ -37,6 +39,8 @@ from agentrl.weights.version import Announced, prune, publish_version, reannounc
 log = logging.getLogger(__name__)
 DONE, SAVED = 0, 75
 MAX_BATCHES_WITHOUT_SIGNAL = 25
+MAX_STEPS_SKIPPED = 3
+"""Of which no gradient was a number, in a row."""
 
 
 def train(
@@ -59,9 +63,12 @@ def train(
             world = open_ones.enter_context(ranks.started(config))
             backend = open_backend(config, world)
         trainer = _start(config, attempt, events, backend)
+        device = ranks.pick_device(config)
+        trainer.meter = open_meter(Path(config.model.path), device, config.training.ranks)
         if config.weights == "collective":
             trainer.pusher = open_pusher(config, attempt, address)
             open_ones.callback(trainer.pusher.close)
+        open_ones.enter_context(trainer.writer)
         open_ones.enter_context(trainer.intake.receiving(attempt, address))
         return _run(trainer, stop)
 
@@ -94,7 +101,8 @@ def _start(config: RunConfig, attempt: int, events: Writer, backend: Backend) ->
         intake.pending.update({name: int(count) for name, count in found.pending.items()})
         trainer.step = trainer.saved_step = found.step
         trainer.saved_draws = len(found.consumed)
-        intake.delete_consumed()  # a crash may have come between the checkpoint and this
+        # a crash may have come between the checkpoint and this
+        intake.delete(found.consumed.keys())
         log.info("resumed at step %d with %d draws consumed", found.step, len(found.consumed))
     trainer.publish()
     return trainer
@@ -131,7 +139,10 @@ class _Trainer:
     announced: Announced | None = None
     pusher: Pusher | None = None
     """None: engines load versions from disk, as they all do when they start."""
+    meter: Meter | None = None
+    writer: ShareWriter = field(default_factory=ShareWriter)
     empty_batches: int = 0
+    skipped_steps: int = 0
     clock: _Clock = field(default_factory=_Clock)
     engine_gaps: EngineGaps = field(init=False)
 
@@ -159,34 +170,55 @@ class _Trainer:
     def take_step(self, batch: Batch) -> None:
         batches = pack_step(batch.samples, self.config.training)
         taken = Taken(draws=tuple(batch.outcome), nodes=batch.nodes, version=self.step)
-        learned = self.backend.train_step(batches, taken)
+        try:
+            with self.intake.reading_ahead():
+                learned = self.backend.train_step(batches, taken)
+        except DivergedError as error:
+            self.skip(batch, error)
+            return
         self.step += 1
-        self.empty_batches = 0
+        self.empty_batches = self.skipped_steps = 0
         self.intake.mark(batch.outcome)
         metrics = {**batch.metrics, **learned, **self.intake.counted()}
         metrics |= {"padding": padding_share(batches), "micro_batches": len(batches)}
         metrics |= self.judge_engines(batch)
         self.clock.lap("update")
+        if self.meter is not None:
+            metrics |= self.meter.speed(batch.samples, self.clock.laps["update"])
         is_last = self.step >= self.config.training.steps
         if is_last:
             self.save()  # before it is announced as done
             self.clock.lap("checkpoint")
         self.publish()
         self.clock.lap("publish")
+        if self.writer.is_done:
+            self.saved(None)  # raises what went wrong with it
         if not is_last and self.step % self.config.training.checkpoint_every == 0:
-            self.save()
+            self.save(waits=not self.config.training.checkpoint_in_background)
             self.clock.lap("checkpoint")
         self.report(metrics)
 
+    def skip(self, batch: Batch, error: DivergedError) -> None:
+        """Consume a batch whose gradient is no number; the weights stand. Raises after too many."""
+        self.skipped_steps += 1
+        log.warning("%s; skipped, %d of %d", error, self.skipped_steps, MAX_STEPS_SKIPPED)
+        if self.skipped_steps >= MAX_STEPS_SKIPPED:
+            raise error
+        for draw in batch.outcome:
+            self.intake.drop(draw, "diverged")
+        self.announce_consumed()
+
     def judge_engines(self, batch: Batch) -> dict[str, float]:
         """Ask nodes to quarantine engines that stand out; they look when a version comes."""
-        self.engine_gaps.take(batch.origins, self.backend.gaps)
+        gaps = self.backend.gaps
+        self.engine_gaps.take(batch.origins, gaps)
         found = self.engine_gaps.judge()
         attempt_dir = self.config.run_dir / "attempts" / f"{self.attempt:04d}"
         for node, reasons in found.items():
             quarantine.ask(attempt_dir, node, reasons)
         count = sum(map(len, found.values()))
-        return {"quarantined": float(count)} if count else {}
+        by_age = gaps_by_age(batch.origins, gaps)
+        return by_age | ({"quarantined": float(count)} if count else {})
 
     def pass_over(self, batch: Batch) -> None:
         """Consume a batch that teaches nothing. Raises NoSignalError after too many in a row."""
@@ -244,29 +276,49 @@ class _Trainer:
         if self.announced is not None:
             self.announced = reannounce(self.weights, self.announced, consumed=self.intake.ranges())
 
-    def save(self) -> None:
-        """Checkpoint unless nothing changed since; then delete the spool files that it covers."""
+    def save(self, *, waits: bool = True) -> None:
+        """Checkpoint unless nothing changed since; then delete the spool files that it covers.
+
+        Without `waits` a thread writes it while training goes on.
+        """
+        self.saved(self.config.training.checkpoint_timeout_s)
         if (self.step, len(self.intake.consumed)) == (self.saved_step, self.saved_draws):
             return
-        state = Checkpoint(
-            step=self.step,
-            version=self.step,
-            backend=self.backend.state(),
-            consumed=self.intake.consumed,
-            pending=dict(self.intake.pending),
-            config_hash=config_hash(self.config),
+        folder = self.config.run_dir / "checkpoints"
+        with quiet(self.weights):
+            temporary = checkpoint.begin(folder, self.step, self.attempt)
+            state = Checkpoint(
+                step=self.step,
+                version=self.step,
+                backend=self.backend.share(temporary),
+                consumed=dict(self.intake.consumed),
+                pending=dict(self.intake.pending),
+                config_hash=config_hash(self.config),
+            )
+        self.writer.begin(lambda: self.write(temporary, state))
+        self.saved_step, self.saved_draws = self.step, len(self.intake.consumed)
+        if waits:
+            self.saved(None)
+
+    def write(self, temporary: Path, state: Checkpoint) -> KeysView[int]:
+        """Write a checkpoint that was begun; return the draws that it covers."""
+        training = self.config.training
+        files = checkpoint.Files(
+            model_folder=Path(self.config.model.path),
+            keep=training.keep_checkpoints,
+            attempt=self.attempt,
+            ranks=training.ranks,
+            limit_s=training.checkpoint_timeout_s,
         )
         with quiet(self.weights):
-            checkpoint.save(
-                self.config.run_dir / "checkpoints",
-                state,
-                attempt=self.attempt,
-                keep=self.config.training.keep_checkpoints,
-                model_folder=Path(self.config.model.path),
-                events=self.events,
-            )
-        self.saved_step, self.saved_draws = self.step, len(self.intake.consumed)
-        self.intake.delete_consumed()
+            checkpoint.complete(temporary, state, files, self.events)
+        return state.consumed.keys()
+
+    def saved(self, limit_s: float | None) -> None:
+        """Await the checkpoint that is being written, if any, and delete what it covers."""
+        covered = self.writer.end(limit_s)
+        if covered is not None:
+            self.intake.delete(covered)
 
     def report(self, metrics: dict[str, float]) -> None:
         laps = self.clock.laps

@@ -26,9 +26,6 @@ from megatron.core.optimizer import (  # type: ignore[import-not-found, unused-i
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron.core.packed_seq_params import (  # type: ignore[import-not-found, unused-ignore]
-    PackedSeqParams,
-)
 from megatron.core.tensor_parallel import (  # type: ignore[import-not-found, unused-ignore]
     gather_from_sequence_parallel_region,
 )
@@ -41,18 +38,19 @@ from megatron.core.transformer.module import (  # type: ignore[import-not-found,
 from torch import Tensor
 
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError, DivergedError
-from agentrl.training.backend import BackendState, learning_rate
+from agentrl.errors import ConfigError
+from agentrl.training.backend import WHOLE, BackendState, Part, learning_rate, refuse_divergence
 from agentrl.training.convert import fused_experts, single_experts
 from agentrl.training.grouped_experts import check_experts
 from agentrl.training.head import Shard, chosen_logprobs
 from agentrl.training.hf_map import Layout
 from agentrl.training.hf_shape import ModelShape, read_shape
+from agentrl.training.megatron_attention import Rotary
 from agentrl.training.megatron_layers import make_body
 from agentrl.training.megatron_state import WEIGHT, OptimizerShards
 from agentrl.training.megatron_weights import MegatronWeights
 from agentrl.training.packing import MicroBatch, deal
-from agentrl.training.step_loss import Sums, batch_loss
+from agentrl.training.step_loss import Sums, batch_loss, mean_gaps, step_metrics
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STEP = "step"
@@ -82,12 +80,17 @@ class MegatronPolicy(MegatronModule):  # type: ignore[misc, unused-ignore]
         shard = Shard(start=self.start, group=self.group)
         answer: tuple[Tensor, Tensor] = chosen_logprobs(
             rows,
-            self._weight()[: self.words],  # not the words that only fill the vocabulary up
+            self._words(),
             batch.targets.to(device),
             temperature=self.temperature,
             shard=shard if self.group.size() > 1 else None,
         )
         return answer
+
+    def _words(self) -> Tensor:
+        """Return this rank's rows of the head, without those that only fill the vocabulary up."""
+        weight = self._weight()
+        return weight if self.words == len(weight) else weight[: self.words]
 
     def _weight(self) -> Tensor:
         weight: Tensor = (
@@ -106,8 +109,10 @@ class MegatronBackend:
         hf = json.loads((folder / "config.json").read_bytes())
         self.shape: ModelShape = read_shape(hf)
         layout.check(self.shape)
-        if layout.pp != 1 or layout.spec != "local":
-            raise ConfigError(f"{layout}: MegatronBackend runs pp=1 with local layers; set these")
+        if layout.pp != 1:
+            raise ConfigError(
+                f"pp={layout.pp}: MegatronBackend keeps the layers on one stage; pp=1"
+            )
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
@@ -120,11 +125,13 @@ class MegatronBackend:
         megatron_config, body = make_body(
             self.shape, hf, layout, dtype=dtype, recomputes=self.config.recompute == "layers"
         )
-        check_experts(body, self.shape.layers if self.shape.experts else 0)
+        if layout.spec == "local":
+            check_experts(body, self.shape.layers if self.shape.experts else 0)
         policy = MegatronPolicy(
             megatron_config, body, self.shape.vocabulary, config.agent.temperature
         )
         parameters = dict(body.named_parameters())
+        self.rotary = Rotary(hf, self.shape.head_dim, next(body.parameters()).device)
         self.weights = MegatronWeights(parameters, self.shape, layout)
         self.weights.load(folder)
         ddp = DistributedDataParallelConfig(
@@ -139,11 +146,6 @@ class MegatronBackend:
         self.weights.shards = OptimizerShards(self.optimizer)
         self.updates = 0
         self.gaps: list[float] = []
-
-    @property
-    def lr(self) -> float:
-        """Of the next update."""
-        return learning_rate(self.config, self.updates)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -162,21 +164,17 @@ class MegatronBackend:
         finalize_model_grads([self.policy])
         summed = sums.as_tensor().to(self._device)
         dist.all_reduce(summed, group=dp)
-        sums.take(summed.cpu(), has_kl=False)
+        metrics = step_metrics(summed, has_kl=False)
         self.gaps = self._gaps_over(dp, sums)
-        lr = self.lr
+        lr = learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.prepare_grads()
         norm = float(self.optimizer.get_grad_norm())
-        if not torch.isfinite(torch.tensor(norm)):
-            raise DivergedError(
-                f"update {self.updates + 1}: gradient norm {norm}, loss {sums.loss}; the "
-                "weights are unchanged. Resume from the last checkpoint with a lower training.lr"
-            )
+        refuse_divergence(norm, loss=metrics["loss"], updates=self.updates)
         self.optimizer.step()
         self.updates += 1
-        return {**sums.means(), "grad_norm": norm, "lr": lr}
+        return {**metrics, "grad_norm": norm, "lr": lr}
 
     @torch.no_grad()
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
@@ -185,13 +183,17 @@ class MegatronBackend:
             yield name, tensor.to(self.dtype)
 
     @torch.no_grad()
-    def state(self, *, keeps: bool = True) -> BackendState:
-        """Return the whole state on the CPU; without `keeps`, only take part in gathering it."""
+    def state(self, part: Part = WHOLE) -> BackendState:
+        """Return this part of the state, on the CPU; every rank takes part in gathering it."""
         kept: dict[str, dict[str, Tensor]] = {}
         for kind in (WEIGHT, *(MOMENTS if self.updates else ())):
             named = self.weights.named(kind)
             gathered = fused_experts(named, self.shape) if self.shape.experts else named
-            kept[kind] = {name: tensor.cpu() for name, tensor in gathered if keeps}
+            kept[kind] = {
+                name: tensor.cpu()
+                for number, (name, tensor) in enumerate(gathered)
+                if part.has(number)
+            }
         model = kept.pop(WEIGHT)
         optimizer = {
             f"{kind}/{name}": tensor
@@ -216,10 +218,9 @@ class MegatronBackend:
     def _gaps_over(self, dp: dist.ProcessGroup, sums: Sums) -> list[float]:
         most = torch.tensor(sums.samples, device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=dp)
-        gaps = sums.widen(int(most)).to(self._device)
+        gaps = sums.gap_sums(int(most)).to(self._device)
         dist.all_reduce(gaps, group=dp)
-        sums.widen(int(most)).copy_(gaps)
-        return sums.gaps()
+        return mean_gaps(gaps)
 
     def _optimizer_config(self) -> Any:
         return OptimizerConfig(
@@ -243,31 +244,10 @@ class MegatronBackend:
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if batch.ends is None:
             batch = replace(batch, ends=_row_ends(batch.tokens), tokens=batch.tokens.reshape(1, -1))
-        batch = _filled(batch, self._length(batch.tokens.shape[1]))
+        batch = _filled(batch, -batch.tokens.shape[1] % self.layout.tp)
         assert batch.ends is not None
-        ends = batch.ends.to(self._device)
-        longest = int(batch.ends.diff().max())
-        packing = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=ends,
-            cu_seqlens_kv=ends,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
-        answer: tuple[Tensor, Tensor] = self.policy(batch, packing)
+        answer: tuple[Tensor, Tensor] = self.policy(batch, self.rotary.packing(batch.ends))
         return answer
-
-    def _length(self, tokens: int) -> int:
-        """Return the length to fill a row up to: what sequence parallelism can cut.
-
-        Megatron's all-gather dispatcher (on a CPU) also wants as many tokens of each expert rank.
-        """
-        group = parallel_state.get_expert_model_parallel_group()
-        if self.layout.ep > 1 and self._device.type == "cpu":
-            most = torch.tensor(tokens)
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-            tokens = int(most)
-        return tokens + -tokens % self.layout.tp
 
 
 def _of_kind(state: BackendState, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -284,10 +264,9 @@ def _row_ends(tokens: Tensor) -> Tensor:
     return torch.arange(0, rows * width + 1, width, dtype=torch.int32)
 
 
-def _filled(batch: MicroBatch, length: int) -> MicroBatch:
+def _filled(batch: MicroBatch, missing: int) -> MicroBatch:
     """Lengthen a packed row by a sequence of its own, which is in no loss."""
     assert batch.ends is not None
-    missing = length - batch.tokens.shape[1]
     if not missing:
         return batch
     tokens = torch.cat([batch.tokens, batch.tokens.new_zeros(1, missing)], 1)

@@ -1,19 +1,20 @@
-"""A GPT in megatron-core without Transformer Engine: `local` layers with our norm and attention.
+"""A GPT in megatron-core, up to its last hidden states: the head is `head`'s.
 
-Megatron's own local attention refuses packed rows, and its local norm sequence parallelism; these
-two stand in for them. It gives hidden states: the head is `head`'s.
+`local` layers need no Transformer Engine: Megatron's projections, router and embedding; our norm,
+attention and experts, for Megatron's own refuse packed rows, sequence parallelism and a grouped
+product there. `te` layers are Megatron's own on Transformer Engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import (  # type: ignore[import-not-found, unused-ignore]
     get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import (  # type: ignore[import-not-found, unused-ignore]
     GPTModel,
@@ -21,73 +22,42 @@ from megatron.core.models.gpt.gpt_model import (  # type: ignore[import-not-foun
 from megatron.core.transformer import (  # type: ignore[import-not-found, unused-ignore]
     transformer_block,
 )
-from megatron.core.transformer.module import (  # type: ignore[import-not-found, unused-ignore]
-    MegatronModule,
+from megatron.core.transformer.identity_op import (  # type: ignore[import-not-found, unused-ignore]
+    IdentityOp,
 )
 from megatron.core.transformer.moe import (  # type: ignore[import-not-found, unused-ignore]
     moe_utils,
-)
-from megatron.core.transformer.spec_utils import (  # type: ignore[import-not-found, unused-ignore]
-    ModuleSpec,
 )
 from megatron.core.transformer.transformer_config import (  # type: ignore[import-not-found, unused-ignore]
     TransformerConfig,
 )
 from torch import Tensor
 
-from agentrl.training.grouped_experts import GroupedExperts
+from agentrl.errors import ConfigError
+from agentrl.training.grouped_experts import Mixture
 from agentrl.training.hf_map import Layout
 from agentrl.training.hf_shape import ModelShape
+from agentrl.training.megatron_attention import PackedSelfAttention, rope_of
 
-
-class PackedAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
-    """Causal attention by scaled_dot_product_attention, each sequence of a packed row apart."""
-
-    def __init__(
-        self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any
-    ) -> None:
-        super().__init__(config=config)
-        self.scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        packed_seq_params: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """[tokens, heads, dim] with packed_seq_params, else [T, rows, heads, dim]."""
-        if packed_seq_params is None:
-            return self._attend(query, key, value)
-        parts = [
-            self._attend(*(part[first:last, None] for part in (query, key, value)))
-            for first, last in pairwise(packed_seq_params.cu_seqlens_q.tolist())
-        ]
-        return torch.cat(parts).squeeze(1)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query, key, value = (part.permute(1, 2, 0, 3) for part in (query, key, value))
-        out = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
-        )
-        return out.permute(2, 0, 1, 3).flatten(2)
+if not hasattr(moe_utils, "te_general_gemm"):
+    # 0.16.1 binds the name with Transformer Engine only, and reads it without
+    moe_utils.te_general_gemm = None
 
 
 class RMSNorm(torch.nn.Module):
     """RMSNorm whose weight's gradient Megatron sums over the sequence-parallel ranks."""
 
+    eps: Tensor
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.epsilon = eps
+        self.register_buffer("eps", torch.tensor(eps), persistent=False)
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (wide * scale).to(hidden.dtype) * self.weight
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.epsilon)
 
 
 class Body(GPTModel):  # type: ignore[misc, unused-ignore]
@@ -106,24 +76,24 @@ def make_body(
     recomputes: bool = False,
 ) -> tuple[Any, Body]:
     """Return Megatron's config and this rank's part of the model, its weights not yet loaded."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # 0.16.1 binds the name with Transformer Engine only, and reads it without
-        moe_utils.te_general_gemm = None
+    is_te = layout.spec == "te"
+    spec = te_layer_spec(shape) if is_te else layer_spec(shape)
     config = make_config(shape, hf, layout, dtype)
     if recomputes:  # of each layer only its input is kept
         config.recompute_granularity, config.recompute_method = "full", "uniform"
         config.recompute_num_layers = 1
     body = Body(
         config=config,
-        transformer_layer_spec=layer_spec(shape),
+        transformer_layer_spec=spec,
         vocab_size=shape.vocabulary + -shape.vocabulary % (128 * layout.tp),
         max_sequence_length=hf.get("max_position_embeddings", 32_768),
         parallel_output=True,
         share_embeddings_and_output_weights=shape.is_tied,
-        position_embedding_type="rope",
-        rotary_base=rope_theta(hf),
+        # our attention turns queries and keys itself
+        position_embedding_type="rope" if is_te else "none",
+        rotary_base=te_rotary_base(hf) if is_te else 10_000,
     )
-    return config, body
+    return config, body.cuda() if torch.cuda.is_available() else body
 
 
 def make_config(
@@ -136,7 +106,9 @@ def make_config(
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall" if torch.cuda.is_available() else "allgather",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": layout.spec == "te",
+        "moe_permute_fusion": layout.spec == "te",
     }
     return TransformerConfig(
         num_layers=shape.layers,
@@ -165,7 +137,7 @@ def make_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        apply_rope_fusion=False,
+        apply_rope_fusion=layout.spec == "te",
         persist_layer_norm=False,
         **(experts if shape.experts else {}),
     )
@@ -178,17 +150,42 @@ def layer_spec(shape: ModelShape) -> Any:
         qk_layernorm=shape.has_qk_norm,
         normalization="RMSNorm",
     )
-    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    layer, attention = spec.submodules, spec.submodules.self_attention
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention.module = PackedSelfAttention
     if shape.has_qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    attention.core_attention = PackedAttention
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
+    else:  # Megatron's local layers put an IdentityOp there
+        attention.submodules.q_layernorm = attention.submodules.k_layernorm = None
+    attention.submodules.core_attention = IdentityOp
     if shape.experts:
-        layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+        layer.mlp = Mixture
     transformer_block.LayerNormImpl = RMSNorm  # the final norm, which no spec names
     return spec
 
 
-def rope_theta(hf: Mapping[str, Any]) -> float:
-    found = hf.get("rope_parameters") or hf
-    return float(found.get("rope_theta", 10_000.0))
+def te_layer_spec(shape: ModelShape) -> Any:
+    """Return Megatron's own layers on Transformer Engine. Raises ConfigError without it."""
+    try:
+        import transformer_engine  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f"training.megatron_layers=te: Transformer Engine does not import here ({error}); "
+            "install it in the trainer's image, or set training.megatron_layers=local"
+        ) from error
+    return get_gpt_layer_with_transformer_engine_spec(
+        num_experts=shape.experts or None,
+        moe_grouped_gemm=bool(shape.experts),
+        qk_layernorm=shape.has_qk_norm,
+    )
+
+
+def te_rotary_base(hf: Mapping[str, Any]) -> int:
+    """Return the base of a plain rotary embedding, the one that `te` layers are given."""
+    kind, base = rope_of(hf)
+    if kind != "default":
+        raise ConfigError(
+            f"rope_type={kind!r} in config.json: training.megatron_layers=te knows default only; "
+            "set training.megatron_layers=local"
+        )
+    return int(base)

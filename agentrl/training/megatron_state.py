@@ -22,6 +22,10 @@ class OptimizerShards:
 
     def __init__(self, optimizer: Any) -> None:
         self.parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        for part in self.parts:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    group["foreach"], group["fused"] = False, True  # no copies of all parameters
 
     def get(self, parameter: nn.Parameter, kind: str, first: int, count: int) -> Tensor:
         """Return elements [first, first + count) of the flat parameter's `kind`, float32."""
@@ -58,7 +62,8 @@ class OptimizerShards:
                     group["step"] = updates
                     continue
                 for parameter in group["params"]:
-                    inner.state[parameter]["step"] = torch.tensor(float(updates))
+                    step = torch.tensor(float(updates), device=parameter.device)
+                    inner.state[parameter]["step"] = step
 
     def _mine(
         self, parameter: nn.Parameter, kind: str, *, makes: bool = False

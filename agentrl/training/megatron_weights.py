@@ -99,7 +99,7 @@ class MegatronWeights:
 
     def _slot(self, place: Place) -> tuple[nn.Parameter, int, torch.Size]:
         """Return the parameter that holds a place, from which element on, and its shape there."""
-        if not place.rule.is_expert:
+        if not place.rule.is_expert or self.layout.spec == "te":
             parameter = self.parameters[place.name]
             return parameter, 0, parameter.shape
         stem, _, rest = place.name.partition(".local_experts.")

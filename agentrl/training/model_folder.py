@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -22,7 +22,11 @@ WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".index.json")
 def load_model(
     folder: Path, dtype: torch.dtype = torch.float32, *, attention: str = "sdpa"
 ) -> nn.Module:
-    """Return the causal language model in `folder`. Raises ConfigError when none is there."""
+    """Return the causal language model in `folder`.
+
+    Raises ConfigError when none is there, and for weights that are not what config.json asks for:
+    transformers would fill a missing tensor with random numbers, and only warn.
+    """
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model folder {folder}: no config.json there; give a Hugging Face model folder, "
@@ -32,10 +36,28 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation=attention, local_files_only=True
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=dtype,
+        attn_implementation=attention,
+        local_files_only=True,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
     )
+    _check_loaded(folder, found)
     return cast(nn.Module, model)
+
+
+def _check_loaded(folder: Path, found: Mapping[str, Any]) -> None:
+    if missing := sorted(found["missing_keys"]):
+        raise ConfigError(
+            f"{folder}: no tensor {', '.join(missing[:3])}, which config.json asks for"
+        )
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise ConfigError(
+            f"{name} is {list(stored)} in the weights of {folder} and {list(wanted)} by "
+            "config.json: the two are not of one model"
+        )
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

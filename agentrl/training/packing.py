@@ -32,6 +32,8 @@ class Sample:
     advantage: float
     weight: float = 0.0
     """Of each of its sampled tokens in the step's loss: see grpo.token_weights."""
+    shares: NDArray[np.float32] | None = None
+    """Of each token, what the weight is multiplied by; None: 1."""
     place: int = 0
     """Its own among the step's samples."""
 
@@ -166,13 +168,14 @@ def join(rows: Sequence[Sample]) -> MicroBatch:
     mask[ends[:-1]] = False
     chosen = mask.nonzero().squeeze(1)
     owner = torch.searchsorted(ends[1:], chosen, right=True)
+    shares = torch.from_numpy(np.concatenate([_shares(row) for row in rows]))
     return MicroBatch(
         tokens=tokens[None],
         source=chosen - 1,
         targets=tokens[chosen],
         engine_logprobs=torch.from_numpy(engine)[chosen],
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[owner],
-        weights=torch.tensor([row.weight for row in rows], dtype=torch.float32)[owner],
+        weights=torch.tensor([row.weight for row in rows])[owner] * shares[chosen],
         places=torch.tensor([row.place for row in rows])[owner],
         real_tokens=int(ends[-1]),
         ends=ends.to(torch.int32),
@@ -184,12 +187,13 @@ def stack(rows: Sequence[Sample]) -> MicroBatch:
     width = max(len(row.tokens) for row in rows)
     tokens = torch.zeros((len(rows), width), dtype=torch.int64)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    engine = torch.zeros((len(rows), width), dtype=torch.float32)
+    engine, shares = torch.zeros(2, len(rows), width)
     for index, row in enumerate(rows):
         length = len(row.tokens)
         tokens[index, :length] = torch.tensor(row.tokens, dtype=torch.int64)
         mask[index, :length] = torch.tensor(row.loss_mask, dtype=torch.bool)
         engine[index, :length] = torch.tensor(row.engine_logprobs, dtype=torch.float32)
+        shares[index, :length] = torch.from_numpy(_shares(row))
     mask[:, 0] = False
     chosen = mask.reshape(-1).nonzero().squeeze(1)
     owner = torch.div(chosen, width, rounding_mode="floor")
@@ -199,10 +203,14 @@ def stack(rows: Sequence[Sample]) -> MicroBatch:
         targets=tokens.reshape(-1)[chosen],
         engine_logprobs=engine.reshape(-1)[chosen],
         advantages=torch.tensor([row.advantage for row in rows], dtype=torch.float32)[owner],
-        weights=torch.tensor([row.weight for row in rows], dtype=torch.float32)[owner],
+        weights=torch.tensor([row.weight for row in rows])[owner] * shares.reshape(-1)[chosen],
         places=torch.tensor([row.place for row in rows])[owner],
         real_tokens=sum(len(row.tokens) for row in rows),
     )
+
+
+def _shares(row: Sample) -> NDArray[np.float32]:
+    return np.ones(len(row.tokens), dtype=np.float32) if row.shares is None else row.shares
 
 
 def padding_share(batches: Sequence[MicroBatch]) -> float:

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.config import RunConfig, to_yaml
 from agentrl.errors import ConfigError, LaunchError
+from agentrl.training.backend import Part
 from agentrl.training.packing import MicroBatch
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,11 @@ class World:
     """None: no process group, one process that shards nothing."""
     control: dist.ProcessGroup | None = None
     """gloo, for what rank 0 tells."""
+
+    @property
+    def part(self) -> Part:
+        """This rank's share of a checkpoint."""
+        return Part(self.rank, self.size)
 
     @property
     def leads(self) -> bool:
@@ -181,6 +187,15 @@ def _open(store: Store, rank: int, size: int, device: torch.device, config: RunC
 
 def _patience(config: RunConfig) -> datetime.timedelta:
     return datetime.timedelta(seconds=config.training.wait_timeout_s + SLACK_S)
+
+
+def from_text(text: str) -> Tensor:
+    """Return text as what can be told."""
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def to_text(told: Tensor) -> str:
+    return told.numpy().tobytes().decode()
 
 
 _TENSORS = tuple(item.name for item in fields(MicroBatch) if item.name != "real_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +22,13 @@ from agentrl.config import RunConfig
 from agentrl.errors import CheckpointError, DivergedError
 from agentrl.events import NoEvents, Writer
 from agentrl.handoff.publish import publish_json
-from agentrl.training import checkpoint, rng
+from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import BackendState
-from agentrl.training.checkpoint import Checkpoint
+from agentrl.training.backends import open_backend
+from agentrl.training.checkpoint import Checkpoint, Files
 from agentrl.training.model_folder import load_model, named_weights, write_model_folder
 from agentrl.training.muon import Muon
+from agentrl.training.sft_backed import BackedLearner, fitted
 from agentrl.training.traces import Trace, TraceBatch, deal, read_traces, stack
 
 log = logging.getLogger(__name__)
@@ -50,23 +54,57 @@ def run_sft(
     """
     rng.seed_all(config.seed)
     data = read_traces(traces)
-    learner = _Learner(config, load_model(Path(config.model.path)).train(), data)
     saved = _Saves(config, out, data, events or NoEvents())
-    saved.load_into(learner)
-    started = time.monotonic()
-    while learner.step < learner.steps:
-        if stop():
-            saved.save(learner)
-            return SAVED
-        loss = learner.take_step()
-        progress(learner.step, learner.steps, loss)
-        if learner.step % config.sft.checkpoint_every == 0 and learner.step < learner.steps:
-            saved.save(learner)
-    write_model_folder(out, named_weights(learner.model), Path(config.model.path))
-    summary = {"seconds": time.monotonic() - started, **learner.summary()}
+    with opened(config, data) as learner:
+        saved.load_into(learner)
+        started = time.monotonic()
+        while learner.step < learner.steps:
+            if stop():
+                saved.save(learner)
+                return SAVED
+            loss = learner.take_step()
+            progress(learner.step, learner.steps, loss)
+            if learner.step % config.sft.checkpoint_every == 0 and learner.step < learner.steps:
+                saved.save(learner)
+        write_model_folder(out, learner.weights(), Path(config.model.path))
+        summary = {"seconds": time.monotonic() - started, **summary_of(learner)}
     publish_json(out.with_name(f"{out.name}.sft.json"), summary)
     saved.remove()
     return DONE
+
+
+class Learner(Protocol):
+    step: int
+    steps: int
+    tokens: int
+    losses: list[float]
+    ranks: int
+
+    def take_step(self) -> float:
+        """Take one step; return the mean loss on the tokens that are told of, nats."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def share(self, folder: Path) -> BackendState: ...
+
+    def restore(self, state: BackendState) -> None: ...
+
+
+@contextlib.contextmanager
+def opened(config: RunConfig, traces: list[Trace]) -> Iterator[Learner]:
+    """One process on a CPU learns by itself, Muon and all; GPUs and ranks by the run's back end."""
+    training = config.training
+    if (training.device, training.ranks, training.backend) == ("cpu", 1, "torch"):
+        yield _Learner(config, load_model(Path(config.model.path)).train(), traces)
+        return
+    suited = fitted(config, len(traces))
+    with ranks.started(suited) as world:
+        yield BackedLearner(suited, open_backend(suited, world), traces)
+
+
+def summary_of(learner: Learner) -> dict[str, object]:
+    every = max(1, len(learner.losses) // 200)
+    return {"steps": learner.steps, "tokens": learner.tokens, "losses": learner.losses[::every]}
 
 
 @dataclass
@@ -77,6 +115,7 @@ class _Learner:
     step: int = 0
     tokens: int = 0
     losses: list[float] = field(default_factory=list)
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         sft = self.config.sft
@@ -116,11 +155,11 @@ class _Learner:
         self.losses.append(float(own.mean()) if len(own) else 0.0)
         return self.losses[-1]
 
-    def summary(self) -> dict[str, object]:
-        every = max(1, len(self.losses) // 200)
-        return {"steps": self.steps, "tokens": self.tokens, "losses": self.losses[::every]}
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return named_weights(self.model)
 
-    def state(self) -> BackendState:
+    def share(self, folder: Path) -> BackendState:
+        del folder  # nobody else writes
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         return BackendState(
             model=dict(named_weights(self.model)),
@@ -185,7 +224,7 @@ class _Saves:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
         self.identity = digest.hexdigest()
 
-    def load_into(self, learner: _Learner) -> None:
+    def load_into(self, learner: Learner) -> None:
         try:
             found = checkpoint.load_latest(self.folder, self.events)
         except CheckpointError as error:
@@ -196,21 +235,16 @@ class _Saves:
         else:
             self.remove()
 
-    def save(self, learner: _Learner) -> None:
+    def save(self, learner: Learner) -> None:
+        temporary = checkpoint.begin(self.folder, learner.step, 0)
         state = Checkpoint(
             step=learner.step,
             version=learner.step,
-            backend=learner.state(),
+            backend=learner.share(temporary),
             config_hash=self.identity,
         )
-        checkpoint.save(
-            self.folder,
-            state,
-            attempt=0,
-            keep=1,
-            model_folder=self.model_folder,
-            events=self.events,
-        )
+        files = Files(model_folder=self.model_folder, keep=1, attempt=0, ranks=learner.ranks)
+        checkpoint.complete(temporary, state, files, self.events)
 
     def remove(self) -> None:
         if self.folder.exists():

@@ -11,61 +11,61 @@ from agentrl.training.packing import MicroBatch
 
 
 class Sums:
-    """Sums over a step's tokens, float64."""
+    """Sums over a step's tokens, float64; they stay on the device until the step asks for them."""
 
     def __init__(self) -> None:
-        self._sums: dict[str, float] = {"loss": 0.0, "count": 0.0}
+        self._sums: dict[str, Tensor] = {}
         self._gaps = torch.zeros(2, 0, dtype=torch.float64)
-
-    def add_gaps(self, places: Tensor, gaps: Tensor) -> None:
-        """Count each token's gap for the sample that it is of. Both [N]."""
-        samples = int(places.max()) + 1 if len(places) else 0
-        self.widen(samples)
-        both = torch.stack([gaps.double().cpu(), torch.ones(len(gaps), dtype=torch.float64)])
-        self._gaps.index_add_(1, places.cpu(), both)
-
-    def widen(self, samples: int) -> Tensor:
-        """Return [2, samples]: each sample's sum of gaps and its tokens, to be added over ranks."""
-        if (missing := samples - self._gaps.shape[1]) > 0:
-            self._gaps = torch.nn.functional.pad(self._gaps, (0, missing))
-        return self._gaps
 
     @property
     def samples(self) -> int:
+        """As many as gaps are known of."""
         return self._gaps.shape[1]
 
-    def gaps(self) -> list[float]:
-        """Return mean |trainer − engine| of each sample, nats a token."""
-        means: list[float] = (self._gaps[0] / self._gaps[1].clamp(min=1)).tolist()
-        return means
-
     def add(self, name: str, values: Tensor) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + float(values.detach().double().sum())
+        total = values.detach().double().sum()
+        self._sums[name] = self._sums[name] + total if name in self._sums else total
 
-    def means(self) -> dict[str, float]:
-        """Return the step's metrics: means over its tokens, the loss, and the ESS."""
-        sums = dict(self._sums)
-        loss, count = sums.pop("loss"), sums.pop("count")
-        ratio, square = sums.pop("ratio", 0.0), sums.pop("ratio_square", 0.0)
-        return {
-            "loss": loss,
-            "ess": grpo.effective_sample_size(ratio, square, int(count)),
-            **{name: value / max(1, count) for name, value in sums.items()},
-        }
+    def add_gaps(self, places: Tensor, gaps: Tensor) -> None:
+        """Count each token's gap for the sample that it is of. Both [N]; places on the CPU."""
+        self._gaps = self._widened(int(places.max()) + 1 if len(places) else 0).to(gaps.device)
+        both = torch.stack([gaps.double(), torch.ones_like(gaps, dtype=torch.float64)])
+        self._gaps.index_add_(1, places.to(gaps.device), both)
 
-    @property
-    def loss(self) -> float:
-        return self._sums["loss"]
+    def gap_sums(self, samples: int) -> Tensor:
+        """Return [2, samples] on the CPU: sums of gaps, and tokens; they add up over ranks."""
+        return self._widened(samples).cpu()
 
     def as_tensor(self) -> Tensor:
-        """Return the sums by their sorted names, to be added up over ranks."""
-        return torch.tensor([self._sums.get(name, 0.0) for name in NAMES], dtype=torch.float64)
+        """Return the sums in the order of NAMES, on the CPU; they add up over ranks."""
+        if not self._sums:
+            return torch.zeros(len(NAMES), dtype=torch.float64)
+        zero = torch.zeros_like(self._sums["loss"])
+        return torch.stack([self._sums.get(name, zero) for name in NAMES]).cpu()
 
-    def take(self, summed: Tensor, *, has_kl: bool) -> None:
-        """Replace the sums by those over all ranks."""
-        self._sums = dict(zip(NAMES, summed.tolist(), strict=True))
-        if not has_kl:
-            del self._sums["kl"]
+    def _widened(self, samples: int) -> Tensor:
+        missing = max(0, samples - self.samples)
+        return torch.nn.functional.pad(self._gaps, (0, missing)) if missing else self._gaps
+
+
+def mean_gaps(gap_sums: Tensor) -> list[float]:
+    """Return mean |trainer − engine| of each sample, nats a token."""
+    means: list[float] = (gap_sums[0] / gap_sums[1].clamp(min=1)).tolist()
+    return means
+
+
+def step_metrics(summed: Tensor, *, has_kl: bool) -> dict[str, float]:
+    """Return a step's metrics from its sums over all ranks: means over its tokens, loss, ESS."""
+    sums = dict(zip(NAMES, summed.tolist(), strict=True))
+    loss, count = sums.pop("loss"), sums.pop("count")
+    ratio, square = sums["ratio"], sums.pop("ratio_square")
+    if not has_kl:
+        del sums["kl"]
+    return {
+        "loss": loss,
+        "ess": grpo.effective_sample_size(ratio, square, int(count)),
+        **{name: value / max(1, count) for name, value in sums.items()},
+    }
 
 
 NAMES = (
@@ -119,5 +119,5 @@ def batch_loss(
     if len(old):
         clipped = grpo.clip_fraction(old, old, advantages, **clips)
         sums.add("clip_fraction", clipped.expand(len(old)))
-    sums.add("count", torch.tensor(len(old)))
+    sums.add("count", torch.ones_like(old))
     return loss

@@ -7,7 +7,8 @@ ranks, and on a GPU in bfloat16, FSDP2 shards them; rank 0 is called, the others
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,18 @@ from agentrl.training import ranks
 from agentrl.training.attention import register
 from agentrl.training.backend import Backend as Backend
 from agentrl.training.backend import BackendState as BackendState
-from agentrl.training.backend import learning_rate
+from agentrl.training.backend import learning_rate, refuse_divergence
 from agentrl.training.convert import single_experts
 from agentrl.training.model_folder import load_model
 from agentrl.training.packing import MicroBatch, deal
 from agentrl.training.policy import Policy, plain_name
 from agentrl.training.ranks import ALONE, World
 from agentrl.training.sharding import layers_of, like, shard, whole
-from agentrl.training.step_loss import Sums, batch_loss
+from agentrl.training.shares import ShareWriter, write_share
+from agentrl.training.step_loss import Sums, batch_loss, mean_gaps, step_metrics
 from agentrl.training.taken import Taken, as_tensors, reread
 
-STEP, LOGPROBS, GATHER, RESTORE = 1, 2, 3, 4
+STEP, LOGPROBS, GATHER, RESTORE, SHARE = 1, 2, 3, 4, 5
 SCALARS = "step"
 """The optimizer's state that is one number a parameter."""
 
@@ -67,11 +69,6 @@ class TorchBackend:
     def model(self) -> nn.Module:
         return self.policy.model
 
-    @property
-    def lr(self) -> float:
-        """Of the next update."""
-        return learning_rate(self.config, self.updates)
-
     def logprobs(self, batch: MicroBatch) -> Tensor:
         self.world.tell(LOGPROBS, ranks.to_tensors([[batch]]))
         return self._logprobs(batch)
@@ -93,11 +90,14 @@ class TorchBackend:
 
     def state(self) -> BackendState:
         self.world.tell(GATHER)
-        model = dict(self._gathered())
+        model = self._kept(self._gathered())
         self.world.tell(GATHER, {"optimizer": torch.ones(1)})
-        return BackendState(
-            model=model, optimizer=dict(self._gathered_optimizer()), updates=self.updates
-        )
+        optimizer = self._kept(self._gathered_optimizer())
+        return BackendState(model=model, optimizer=optimizer, updates=self.updates)
+
+    def share(self, folder: Path) -> BackendState:
+        self.world.tell(SHARE, {"folder": ranks.from_text(str(folder))})
+        return self._share()
 
     def restore(self, state: BackendState) -> None:
         names = {plain_name(name) for name, _ in self.policy.named_parameters()}
@@ -111,20 +111,28 @@ class TorchBackend:
 
     def follow(self) -> None:
         """Take part in what rank 0 calls, until it ends."""
-        while True:
-            call, told = self.world.heed()
-            if call == STEP:
+        with ShareWriter() as writer:
+            while self._take_part(writer):
+                pass
+
+    def _take_part(self, writer: ShareWriter) -> bool:
+        """Take part in one call; return whether there may be another."""
+        call, told = self.world.heed()
+        if call == STEP:
+            with suppress(DivergedError):  # rank 0 has the same, and decides
                 self._step(self._hand(told))
-            elif call == LOGPROBS:
-                self._logprobs(ranks.from_tensors(told, 0)[0])
-            elif call == GATHER:
-                for _ in self._gathered_optimizer() if told else self._gathered():
-                    pass
-            elif call == RESTORE:
-                updates = int(told.pop("updates"))
-                self._restore(None, sorted(told), updates)
-            else:
-                return
+        elif call == LOGPROBS:
+            self._logprobs(ranks.from_tensors(told, 0)[0])
+        elif call == GATHER:
+            for _ in self._gathered_optimizer() if told else self._gathered():
+                pass
+        elif call == SHARE:
+            share, folder = self._share(), Path(ranks.to_text(told["folder"]))
+            writer.begin(partial(write_share, folder, share, self.world.part))
+        elif call == RESTORE:
+            updates = int(told.pop("updates"))
+            self._restore(None, sorted(told), updates)
+        return call != ranks.END
 
     def _hand(self, told: dict[str, Tensor]) -> Sequence[MicroBatch]:
         if "draws" not in told:
@@ -154,21 +162,17 @@ class TorchBackend:
         for batch in batches:
             if len(batch.targets) or self.is_sharded:
                 self._backward(batch, sums)
-        lr = self.lr
+        lr = learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        sums.take(self.world.summed(sums.as_tensor()), has_kl=self.reference is not None)
-        self.world.summed(sums.widen(self.world.most(sums.samples)))
-        self.gaps = sums.gaps()
+        summed = self.world.summed(sums.as_tensor())
+        metrics = step_metrics(summed, has_kl=self.reference is not None)
+        self.gaps = mean_gaps(self.world.summed(sums.gap_sums(self.world.most(sums.samples))))
         norm = whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
-        if not torch.isfinite(norm):
-            raise DivergedError(
-                f"update {self.updates + 1}: gradient norm {float(norm)}, loss {sums.loss}; the "
-                "weights are unchanged. Resume from the last checkpoint with a lower training.lr"
-            )
+        refuse_divergence(float(norm), loss=metrics["loss"], updates=self.updates)
         self.optimizer.step()
         self.updates += 1
-        return {**sums.means(), "grad_norm": float(norm), "lr": lr}
+        return {**metrics, "grad_norm": float(norm), "lr": lr}
 
     def _backward(self, batch: MicroBatch, sums: Sums) -> None:
         logprobs, entropy = self._forward(self.policy, batch)
@@ -196,16 +200,32 @@ class TorchBackend:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_on)
 
     def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter whole, one at a time, on the CPU where it was sharded."""
+        """Yield each parameter whole, one at a time, where it is computed with."""
         for name, parameter in self.policy.named_parameters():
-            tensor = whole(parameter.detach())
-            yield plain_name(name), tensor.cpu() if self.is_sharded else tensor
+            yield plain_name(name), whole(parameter.detach())
 
     def _gathered_optimizer(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named_parameters():
             for kind, value in self.optimizer.state.get(parameter, {}).items():
-                tensor = whole(value)
-                yield f"{kind}/{plain_name(name)}", tensor.cpu() if self.is_sharded else tensor
+                yield f"{kind}/{plain_name(name)}", whole(value)
+
+    def _kept(self, gathered: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: one.cpu() if self.is_sharded else one for name, one in gathered}
+
+    def _share(self) -> BackendState:
+        """Return a copy of every size-th tensor, on the CPU; every rank takes part."""
+        has = self.world.part.has
+        model = {
+            name: tensor.to("cpu", copy=True)
+            for number, (name, tensor) in enumerate(self._gathered())
+            if has(number)
+        }
+        optimizer = {
+            name: tensor.to("cpu", copy=True)
+            for number, (name, tensor) in enumerate(self._gathered_optimizer())
+            if has(number)
+        }
+        return BackendState(model=model, optimizer=optimizer, updates=self.updates)
 
     @torch.no_grad()
     def _restore(self, state: BackendState | None, kinds: Sequence[str], updates: int) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,10 @@ QUIET = "CHECKPOINTING.json"
 LONGEST_S = 600.0
 """After which a trainer that never took its word back is taken to be dead."""
 
+_lock = threading.Lock()
+_writing: Counter[Path] = Counter()
+"""Blocks that are open: a checkpoint may be written in a thread while a version is."""
+
 
 @contextmanager
 def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
@@ -28,7 +34,9 @@ def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
     """
     word = {"until": time.time() + longest_s, "pid": os.getpid()}
     try:
-        publish_json(weights / QUIET, word)
+        with _lock:
+            publish_json(weights / QUIET, word)
+            _writing[weights] += 1
     except OSError as error:
         raise PublishError(
             f"saying in {weights / QUIET} that the trainer writes: {error}. Free space there, "
@@ -37,7 +45,10 @@ def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
     try:
         yield
     finally:
-        (weights / QUIET).unlink(missing_ok=True)
+        with _lock:
+            _writing[weights] -= 1
+            if not _writing[weights]:
+                (weights / QUIET).unlink(missing_ok=True)
 
 
 def is_quiet(weights: Path) -> bool:

@@ -60,28 +60,54 @@ def make_family(folder: Path, family: str) -> Path:
     return folder
 
 
-def agree(rank: int, size: int, folder: str, tp: str, ep: str, packing: str) -> None:
+CASES = [
+    ("qwen3", 1, 1, "packed"),
+    ("llama", 2, 1, "padded"),
+    ("qwen3_moe", 1, 1, "padded"),
+    ("qwen3_moe", 1, 2, "packed"),
+    ("qwen3_moe", 2, 1, "packed"),
+    ("qwen3_moe", 2, 2, "packed"),
+]
+"""Family, tensor parallel, expert parallel, packing; on two ranks 1 × 1 is data parallel."""
+RUN = "a run"
+
+
+def all_cases(rank: int, size: int, root: str) -> None:
+    """Go through the cases in one process, for importing takes longer; leave a file for each."""
+    import mcore_cpu_shim
+
+    mcore_cpu_shim.install()
+    from megatron.core import parallel_state
+
+    for case in CASES:
+        family, tp, ep, packing = case
+        folder = Path(root) / family
+        agree(rank, folder, (tp, ep), packing)
+        (Path(root) / f"{case} {rank}").touch()
+        parallel_state.destroy_model_parallel()
+    run(rank, size, str(Path(root) / "qwen3"))
+    (Path(root) / f"{RUN} {rank}").touch()
+
+
+def agree(rank: int, folder: Path, cut: tuple[int, int], packing: str) -> None:
     """Fail unless log-probabilities, metrics and one step's weights are equal to 1e-5."""
-    config = make_config(Path(folder).parent, Path(folder))
+    from agentrl.training.megatron_backend import MegatronBackend
+
+    config = make_config(folder.parent, folder)
     config.training.packing = packing
     config.training.lr = 1e-4
     config.training.entropy_coef = 0.01
     config.training.weight_decay = 0.1
-    config.training.recompute = "layers" if tp == "2" else "none"
+    config.training.recompute = "layers" if cut[0] == 2 else "none"
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
     samples = make_batch(groups, 0, config, Counter()).samples
     batches = pack(samples, 67, is_packed=packing == "packed")
-    reference = TorchBackend(Path(folder), config)
+    reference = TorchBackend(folder, config)
     start = {name: tensor.clone() for name, tensor in reference.export_hf()}
     logprobs = [reference.logprobs(batch) for batch in batches]
     wanted = reference.train_step(batches)
     weights = dict(reference.export_hf())
-    import mcore_cpu_shim
-
-    mcore_cpu_shim.install()
-    from agentrl.training.megatron_backend import MegatronBackend
-
-    megatron = MegatronBackend(Path(folder), config, Layout(tp=int(tp), ep=int(ep)))
+    megatron = MegatronBackend(folder, config, Layout(tp=cut[0], ep=cut[1]))
     apart = max(
         float((megatron.logprobs(batch) - known).abs().max())
         for batch, known in zip(batches, logprobs, strict=True)
@@ -91,13 +117,14 @@ def agree(rank: int, size: int, folder: str, tp: str, ep: str, packing: str) -> 
     exported = dict(megatron.export_hf())
     assert exported.keys() == weights.keys()
     moved = max(float((exported[name] - weights[name]).abs().max()) for name in weights)
-    print(f"rank {rank} of {size}: logprobs {apart:.1e}, weights {moved:.1e}", file=sys.stderr)
+    where = f"{folder.name} {cut} {packing}, rank {rank}"
+    print(f"{where}: logprobs {apart:.1e}, weights {moved:.1e}", file=sys.stderr)
     assert apart < 1e-5, apart
     assert moved < 1e-5, moved
     assert all(not torch.equal(weights[name], start[name]) for name in weights)
     for name, value in wanted.items():
         assert abs(found[name] - value) < 1e-4 * max(1, abs(value)), (name, found[name], value)
-    goes_on(megatron, MegatronBackend(Path(folder), config, megatron.layout), reference, batches)
+    goes_on(megatron, MegatronBackend(folder, config, megatron.layout), reference, batches)
 
 
 def goes_on(megatron, fresh, reference, batches) -> None:
@@ -117,9 +144,6 @@ def goes_on(megatron, fresh, reference, batches) -> None:
 
 def run(rank: int, size: int, folder: str) -> None:
     """Train by the loop: straight, and stopped and resumed; the last weights must be equal."""
-    import mcore_cpu_shim
-
-    mcore_cpu_shim.install()
     from agentrl.training.megatron_backend import MegatronBackend
 
     world = World(rank=rank, size=size, control=dist.new_group(backend="gloo"))

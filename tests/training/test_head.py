@@ -26,9 +26,7 @@ def plain(hidden, weight, targets, temperature=1.0):
 @given(
     rows=st.integers(1, 20),
     words=st.integers(1, 40),
-    tile=st.builds(
-        Tile, rows=st.integers(1, 25), logits=st.integers(1, 300), slopes=st.integers(1, 300)
-    ),
+    tile=st.builds(Tile, rows=st.integers(1, 25), logits=st.integers(1, 300)),
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
 )
 def test_any_tiles_give_the_plain_answer_and_gradients(rows, words, tile, temperature):
@@ -51,7 +49,7 @@ def test_gradients_pass_gradcheck():
 
     def both(hidden, weight):
         return chosen_logprobs(
-            hidden, weight, targets, temperature=0.7, tile=Tile(rows=3, logits=12, slopes=20)
+            hidden, weight, targets, temperature=0.7, tile=Tile(rows=3, logits=12)
         )
 
     assert torch.autograd.gradcheck(both, (hidden, weight))
@@ -86,9 +84,7 @@ def test_peak_memory_is_a_tile_not_the_logits():
     hidden, weight, targets = draw(512, 32_768, 4, torch.float32)
     largest = _largest_allocation(
         lambda: (
-            chosen_logprobs(
-                hidden, weight, targets, tile=Tile(rows=128, logits=2**17, slopes=2**18)
-            )[0]
+            chosen_logprobs(hidden, weight, targets, tile=Tile(rows=128, logits=2**17))[0]
             .sum()
             .backward()
         )
@@ -144,13 +140,14 @@ def test_the_kernels_of_a_gpu_do_what_plain_torch_does(dtype):
     hidden, weight, targets = (one.detach().cuda() for one in draw(70, 5000, 64))
     given = [one.to(dtype).requires_grad_() for one in (hidden / 8, weight)]
     ups = torch.randn(2, 70, device="cuda")
-    tile = Tile(rows=32, logits=32 * 640, slopes=70 * 600)
+    tile = Tile(rows=32, logits=70 * 600)
     ours = chosen_logprobs(*given, targets, temperature=0.7, tile=tile)
     wide = [one.detach().double().requires_grad_() for one in given]
     theirs = plain(*wide, targets, 0.7)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    nearness = 1e-4 if dtype == torch.float32 else 5e-3  # bfloat16's logits are float16's
     for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine.double(), other, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(mine.double(), other, atol=nearness, rtol=1e-5)
     mine = torch.autograd.grad((ups[0] * ours[0] + ups[1] * ours[1]).sum(), given)
     other = torch.autograd.grad((ups[0] * theirs[0] + ups[1] * theirs[1]).sum(), wide)
     for one, wanted in zip(mine, other, strict=True):

@@ -14,7 +14,10 @@ from agentrl.errors import RecordError
 from agentrl.handoff.spool import SpoolWriter
 from agentrl.training.model_folder import load_model
 from agentrl.training.muon import Muon, orthogonalize
+from agentrl.training.packing import pack_step
 from agentrl.training.sft import run_sft, token_losses
+from agentrl.training.sft_backed import fitted, samples_of
+from agentrl.training.torch_backend import TorchBackend
 from agentrl.training.traces import Trace, deal, read_traces, stack
 
 
@@ -67,6 +70,45 @@ def test_stopped_and_called_again_it_ends_with_the_same_weights(tiny_config, tmp
     straight, halved = load(tmp_path / "straight"), load(tmp_path / "halved")
     pairs = zip(straight.parameters(), halved.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def by_the_back_end(config):
+    """Fine-tune with what RL trains with, on the tokens of the assistant only."""
+    config.training.ranks, config.sft.context_weight, config.sft.lr = 2, 0.0, 3e-3
+    return config
+
+
+@pytest.mark.slow
+def test_two_ranks_of_a_back_end_learn_the_traces_and_go_on_from_a_checkpoint(
+    tiny_config, tmp_path
+):
+    traces, reached = write_traces(tmp_path / "traces.jsonl"), []
+    config = by_the_back_end(tiny_config)
+    config.sft.epochs = 6
+    told = {"progress": lambda *told: reached.append(told[2])}
+    stopped = run_sft(config, traces, tmp_path / "out", stop=lambda: len(reached) == 9, **told)
+    assert stopped == 75
+    assert run_sft(config, traces, tmp_path / "out", **told) == 0
+    assert len(reached) == 18
+    assert reached[-1] < 0.7 * reached[0]
+    batch = stack(read_traces(traces), 0.0)
+    assert token_losses(load(tmp_path / "out"), batch).mean().item() < 0.7 * reached[0]
+
+
+def test_a_back_ends_loss_and_gradient_are_those_of_cross_entropy(
+    tiny_model, tiny_config, tmp_path
+):
+    traces = read_traces(write_traces(tmp_path / "traces.jsonl", 5))
+    config = fitted(tiny_config, 5)
+    backend = TorchBackend(tiny_model, config)
+    found = backend.train_step(pack_step(samples_of(traces, 0.3), config.training))
+    batch, model = stack(traces, 0.3), load_model(tiny_model)
+    losses = token_losses(model, batch)
+    assert found["gap"] == pytest.approx(float(losses.mean()), rel=1e-5)
+    ((losses * batch.weights).sum() / batch.weights.sum()).backward()
+    for mine, other in zip(backend.model.parameters(), model.parameters(), strict=True):
+        scale = min(1.0, 1 / found["grad_norm"])  # the back end's are clipped by now
+        torch.testing.assert_close(mine.grad, other.grad * scale, atol=1e-6, rtol=1e-4)
 
 
 def test_a_checkpoint_of_other_traces_is_not_taken_up(tiny_config, tmp_path):

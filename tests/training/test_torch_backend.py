@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from fabricate import make_group
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from agentrl.config import TrainingConfig
@@ -150,6 +152,29 @@ def test_bfloat16_is_for_the_engines_and_masters_stay_float32(tiny_model, tiny_c
 def test_a_folder_without_a_model_is_named(tmp_path, tiny_config):
     with pytest.raises(ConfigError, match=r"no config\.json there"):
         TorchBackend(tmp_path, tiny_config)
+
+
+def rewritten(folder, tmp_path, change):
+    """Copy a model folder, its tensors changed."""
+    shutil.copytree(folder, tmp_path / "changed")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "changed" / "model.safetensors", metadata={"format": "pt"})
+    return tmp_path / "changed"
+
+
+def test_a_tensor_that_is_missing_is_never_made_up(tiny_model, tiny_config, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    folder = rewritten(tiny_model, tmp_path, lambda tensors: tensors.pop(name))
+    with pytest.raises(ConfigError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        TorchBackend(folder, tiny_config)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(tiny_model, tiny_config, tmp_path):
+    wrong = {"model.norm.weight": torch.ones(8)}
+    folder = rewritten(tiny_model, tmp_path, lambda tensors: tensors.update(wrong))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is \[8\] in .* and \[32\] by"):
+        TorchBackend(folder, tiny_config)
 
 
 def test_a_sample_without_sampled_tokens_does_no_harm(backend):

@@ -2,16 +2,19 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 
+import numpy as np
 import pytest
 import torch
 from fabricate import fill_spool, make_group
 from safetensors.torch import load_file
 
 from agentrl import events as ev
-from agentrl.errors import NoSignalError, WaitTimeout
+from agentrl.errors import DivergedError, NoSignalError, WaitTimeout
 from agentrl.handoff.spool import SpoolWriter, list_spool
 from agentrl.training.checkpoint import read_consumed
+from agentrl.training.intake import Intake
 from agentrl.training.loop import train
 from agentrl.training.torch_backend import TorchBackend
 from agentrl.weights.quiet import is_quiet
@@ -163,6 +166,45 @@ def test_a_batch_without_signal_is_consumed_and_takes_no_step(tiny_config, event
     assert consumed(tiny_config)[1] == "filtered:zero_signal"
     [step] = steps_of(events)
     assert (step.step, step.version, step.metrics["filtered_zero_signal"]) == (1, 1, 2)
+
+
+def group_of_nan(draw):
+    """A group whose engine gave no numbers for its tokens."""
+    group = make_group(draw, [1, 0])
+    for item in group.trajectories:
+        nothing = np.full(len(item.tokens), np.nan, dtype=np.float32)
+        object.__setattr__(item, "logprobs", nothing)
+    return group
+
+
+def test_a_step_whose_gradient_is_no_number_is_skipped_and_its_draws_recorded(tiny_config, events):
+    tiny_config.training.steps = tiny_config.training.groups_per_step = 1
+    put(tiny_config, group_of_nan(0), group_of_nan(1), make_group(2, [1, 0]))
+    assert go(tiny_config, events=events) == 0
+    assert consumed(tiny_config) == {0: "filtered:diverged", 1: "filtered:diverged", 2: "trained"}
+    [step] = steps_of(events)
+    assert step.metrics["filtered_diverged"] == 2
+    assert all(torch.isfinite(one).all() for one in final_weights(tiny_config).values())
+
+
+def test_too_many_such_steps_in_a_row_end_the_run(tiny_config):
+    tiny_config.training.groups_per_step = 1
+    put(tiny_config, *map(group_of_nan, range(5)))
+    with pytest.raises(DivergedError, match="weights are unchanged"):
+        go(tiny_config)
+
+
+def test_groups_that_come_during_a_step_are_read_before_the_next(tiny_config):
+    intake = Intake(config=tiny_config, consumed={}, events=ev.NoEvents())
+    with intake.reading_ahead():
+        paths = put(tiny_config, make_group(0, [1, 0]), make_group(1, [1, 0]))
+        deadline = time.monotonic() + 60
+        while intake.ready < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+    for path in paths:
+        path.unlink()  # what is read is not read again
+    batch = intake.wait(0, lambda: False, lambda: None)
+    assert list(batch.outcome) == [0, 1]
 
 
 def test_a_run_that_never_has_signal_ends_with_an_error(tiny_config):
