@@ -53,10 +53,10 @@ def test_after_a_day_a_node_is_no_suspect_any_more(run: RunDir) -> None:
 
 
 def test_the_next_submission_excludes_suspects_besides_what_the_config_excludes(
-    run: RunDir, fake: Fake, capsys: pytest.CaptureFixture[str]
+    run: RunDir, fake_program: Fake, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake("sbatch", 'for word; do [ "$word" = --test-only ] && exit; done; echo 41')
-    fake("squeue", ENDED)
+    fake_program("sbatch", 'for word; do [ "$word" = --test-only ] && exit; done; echo 41')
+    fake_program("squeue", ENDED)
     cluster_run.launch(run, ["agentrl"], began="resumed")
     script = (run.path / "submissions" / "0002" / "script.sbatch").read_text()
     assert script.count("#SBATCH --exclude=n2\n") == 2
@@ -64,32 +64,32 @@ def test_the_next_submission_excludes_suspects_besides_what_the_config_excludes(
 
 
 def test_suspects_are_used_where_the_job_could_not_run_without_them(
-    run: RunDir, fake: Fake
+    run: RunDir, fake_program: Fake
 ) -> None:
-    fake("sbatch", 'for word; do file=$word; done; ! grep -q exclude "$file" && echo 41')
-    fake("squeue", ENDED)
+    fake_program("sbatch", 'for word; do file=$word; done; ! grep -q exclude "$file" && echo 41')
+    fake_program("squeue", ENDED)
     cluster_run.launch(run, ["agentrl"], began="resumed")
     script = (run.path / "submissions" / "0002" / "script.sbatch").read_text()
     assert "exclude" not in script
 
 
-def test_a_requeue_is_told_which_nodes_to_stay_away_from(run: RunDir, fake: Fake) -> None:
-    fake("sbatch", "exit 0")
+def test_a_requeue_is_told_which_nodes_to_stay_away_from(run: RunDir, fake_program: Fake) -> None:
+    fake_program("sbatch", "exit 0")
     assert decided(Attempt.of(run, 1), SAVED, asked="limit") == "requeue n2 n2"
 
 
-def test_a_requeue_on_which_slurm_would_not_agree_names_none(run: RunDir, fake: Fake) -> None:
-    fake("sbatch", "echo 'nodes are not available' >&2; exit 1")
+def test_a_requeue_on_which_slurm_would_not_agree_names_none(
+    run: RunDir, fake_program: Fake
+) -> None:
+    fake_program("sbatch", "echo 'nodes are not available' >&2; exit 1")
     assert decided(Attempt.of(run, 1), SAVED, asked="limit") == "requeue"
 
 
-def test_the_waiting_jobs_of_a_chain_are_told_at_once(odd_path: Path, fake: Fake) -> None:
+def test_the_waiting_jobs_of_a_chain_are_told_at_once(odd_path: Path, fake_program: Fake) -> None:
     run = made(odd_path, ClusterConfig(name="lab", requeue="chain"))
-    fake("sbatch", "exit 0")
-    fake("squeue", "echo '7|7|RUNNING|n0|all|1:00|None'; echo '8|8|PENDING||all|1:00|None'")
-    steered = fake("scontrol", "exit 0")
+    fake_program("sbatch", "exit 0")
+    fake_program("squeue", "echo '7|7|RUNNING|n0|all|1:00|None'; echo '8|8|PENDING||all|1:00|None'")
+    steered = fake_program("scontrol", "exit 0")
     decided(Attempt.of(run, 1), SAVED, asked="limit")
-    assert steered.read_text().splitlines() == [
-        "update JobId=8+0 ExcNodeList=n2",
-        "update JobId=8+1 ExcNodeList=n2",
-    ]
+    calls = [f"scontrol\nupdate\nJobId=8+{part}\nExcNodeList=n2\n" for part in (0, 1)]
+    assert steered.read_text() == "".join(calls)
