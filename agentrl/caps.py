@@ -13,6 +13,7 @@ from agentrl.config import RunConfig
 from agentrl.sandbox.limits import (
     FILES_PER_SANDBOX,
     RESERVED_FILES,
+    memory_mb_of,
     processes_of,
 )
 
@@ -41,12 +42,15 @@ class Host:
     """Free where sandboxes write."""
     run_disk_mb: int
     """Free where the run directory is."""
+    inotify: int
+    """Instances of one user."""
     fuse_mounts: int
     """Of an ordinary user; root has no bound."""
     loop_devices: int
     gpu_memory_mb: int = 0
     """Of one GPU; 0 when none is seen."""
     is_root: bool = False
+    is_scratch_in_memory: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,7 +124,7 @@ def find_caps(
     """
     found = [*_of_config(config), *_of_kv_cache(config, host, model)]
     if host is not None:
-        found += [*_of_host(config, host), *_of_kind(config, host)]
+        found += [*_of_host(config, host), *_of_use(config, host), *_of_kind(config, host)]
     return sorted(found, key=lambda cap: (cap.at_once, cap.name))
 
 
@@ -194,10 +198,11 @@ def _of_kv_cache(config: RunConfig, host: Host | None, model: ModelShape | None)
 
 def _of_host(config: RunConfig, host: Host) -> Iterator[Cap]:
     workers = config.rollout.workers
+    ready = config.sandbox.warm * workers
     yield Cap(
         name="open files",
         allowed=host.open_files * workers,
-        fixed=RESERVED_FILES * workers,
+        fixed=RESERVED_FILES * workers + FILES_PER_SANDBOX * ready,
         per=FILES_PER_SANDBOX + 1,  # and its connection to an engine
         unit="files",
         source="ulimit -Hn of each worker",
@@ -215,7 +220,7 @@ def _of_host(config: RunConfig, host: Host) -> Iterator[Cap]:
         yield Cap(
             name=name,
             allowed=allowed,
-            fixed=workers + config.engine.count,
+            fixed=workers + config.engine.count + ready * processes_of(config.sandbox.kind),
             per=processes_of(config.sandbox.kind),
             unit="processes",
             source=source,
@@ -230,15 +235,6 @@ def _of_host(config: RunConfig, host: Host) -> Iterator[Cap]:
         fix="sysctl net.ipv4.ip_local_port_range='1024 65535' as root",
     )
     yield Cap(
-        name="memory, if all fill theirs",
-        allowed=host.memory_mb,
-        per=config.sandbox.memory_mb + config.sandbox.disk_mb,
-        unit="MiB",
-        source="sandbox.memory_mb + sandbox.disk_mb each, of what is free now",
-        fix="lower them, or rely on sandboxes that use less; the kernel kills at the real end",
-        past="may fail",
-    )
-    yield Cap(
         name="HTTP connections",
         allowed=UNBOUNDED,
         per=1,
@@ -249,6 +245,34 @@ def _of_host(config: RunConfig, host: Host) -> Iterator[Cap]:
         past="waits",
     )
     yield _run_disk(config, host)
+
+
+def _of_use(config: RunConfig, host: Host) -> Iterator[Cap]:
+    """What runs out only if all sandboxes use all that they may; a service's take none of it."""
+    sandbox = config.sandbox
+    if sandbox.kind == "e2b":
+        return
+    memory_mb = memory_mb_of(sandbox, is_scratch_in_memory=host.is_scratch_in_memory)
+    where = "scratch is in memory too" if host.is_scratch_in_memory else "scratch is on a disk"
+    yield Cap(
+        name="memory, if all fill theirs",
+        allowed=host.memory_mb,
+        per=memory_mb,
+        unit="MiB",
+        source=f"what sandbox.total_memory_mb and disk_mb allow one; free now; {where}",
+        fix="lower them, or rely on sandboxes that use less; the kernel kills at the real end",
+        fixed=memory_mb * sandbox.warm * config.rollout.workers,
+        past="may fail",
+    )
+    yield Cap(
+        name="inotify, if all watch files",
+        allowed=host.inotify,
+        per=1,
+        unit="instances",
+        source="fs.inotify.max_user_instances; for commands, nothing of ours takes one",
+        fix="sysctl fs.inotify.max_user_instances=… as root",
+        past="may fail",
+    )
 
 
 def _run_disk(config: RunConfig, host: Host) -> Cap:
@@ -284,6 +308,15 @@ def _of_kind(config: RunConfig, host: Host) -> Iterator[Cap]:
             source="free where sandboxes write; sandbox.disk_mb each",
             fix="a larger scratch, or a lower sandbox.disk_mb",
             past="may fail",
+        )
+    if kind == "docker":
+        yield Cap(
+            name="Docker's networks",
+            allowed=UNBOUNDED,
+            per=1,
+            unit="networks",
+            source="none is made, sandboxes have --network none; a daemon has about 31 to give",
+            fix="nothing to raise",
         )
     if kind == "apptainer":
         yield Cap(

@@ -8,7 +8,6 @@ import re
 import resource
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import psutil
 
 from agentrl.caps import UNBOUNDED, Host, ModelShape
 from agentrl.config import RunConfig
+from agentrl.sandbox.limits import scratch_folder
 
 GPU_TOOLS = (
     ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"),
@@ -28,6 +28,7 @@ def probe(config: RunConfig) -> Host:
     free_mb = psutil.virtual_memory().available >> 20
     low, high = (int(word) for word in _read("/proc/sys/net/ipv4/ip_local_port_range").split())
     threads = min(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
+    scratch = scratch_folder(config.sandbox)
     soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     return Host(
         open_files=_bound(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
@@ -36,8 +37,10 @@ def probe(config: RunConfig) -> Host:
         namespaces=_number("/proc/sys/user/max_user_namespaces"),
         ports=high - low + 1,
         memory_mb=min(free_mb, cgroup_limit("memory", "memory.limit_in_bytes", "memory.max") >> 20),
-        scratch_mb=shutil.disk_usage(tempfile.gettempdir()).free >> 20,
+        scratch_mb=shutil.disk_usage(_existing(scratch)).free >> 20,
+        is_scratch_in_memory=file_system(scratch) in ("tmpfs", "ramfs"),
         run_disk_mb=shutil.disk_usage(_existing(Path(config.runs_dir))).free >> 20,
+        inotify=_number("/proc/sys/fs/inotify/max_user_instances"),
         fuse_mounts=_fuse_mounts(Path("/etc/fuse.conf")),
         loop_devices=_number("/sys/module/loop/parameters/max_loop") or UNBOUNDED,
         gpu_memory_mb=gpu_memory_mb(),
@@ -68,6 +71,14 @@ def cgroup_limit(controller: str, v1: str, v2: str, *, root: Path = Path("/")) -
             if group == top:
                 break
     return min(found)
+
+
+def file_system(folder: Path, *, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the kind of file system that a folder is on, as `tmpfs`; '' where it can't be told."""
+    where = _existing(folder.resolve())
+    lines = [line.split()[1:3] for line in _read(str(mounts)).splitlines()]
+    above = [(place, kind) for place, kind in lines if where.is_relative_to(place)]
+    return max(reversed(above), key=lambda found: len(found[0]), default=("", ""))[1]
 
 
 def gpu_memory_mb() -> int:

@@ -51,6 +51,9 @@ class TasksConfig:
     of that schema, a JSONL or Parquet file a split. `harbor`: task folders in a folder a split."""
     folder: str = "data/demo/tasks"
     """Where the split files (train.jsonl, held_out.jsonl, …) and the prepared images are."""
+    dataset: str = ""
+    """Rows of a split that is not in the folder are fetched from there, once, by `datasets`: a name
+    on its hub as SWE-bench/SWE-bench_Verified, or a folder."""
     train: int = 1500
     """Number of training instances that the generator makes."""
     held_out: int = 250
@@ -70,6 +73,9 @@ class TasksConfig:
     """Longest a task's tests may run when graded, seconds."""
     test_setup: str = ""
     """Shell text before each row's test command, as `. /opt/miniconda3/bin/activate testbed`."""
+    fresh_verifier: bool = True
+    """Harbor's verifiers judge the changes of the repository, in a fresh sandbox; false: in the
+    agent's own, as Harbor does, where it can also have changed what judges it."""
     environment: str = ""
     """What a row's image is to sandbox.kind: `docker://{image}` (apptainer), `{image}` (docker);
     empty: rows' images are not used, and each task's repository is made from its clone."""
@@ -108,8 +114,12 @@ class SandboxConfig:
     """Starts that begin in a second, once they have a slot; 0 is no bound."""
     start_jitter_s: float = 0.0
     """Longest random wait before a start, seconds: starts that were ready together spread out."""
+    warm: int = 0
+    """Most sandboxes kept ready unasked; how many follows from how often an image is asked for and
+    how long a start takes."""
     images: str = ""
-    """Folder, shared by the nodes, of the SIFs that are made from `docker://` environments."""
+    """Folder, shared by the nodes, of what is made from `docker://` environments, once for all of
+    them: SIFs (`apptainer`), names of templates (`e2b`)."""
     pull_timeout_s: float = 1800.0
     """Longest that bringing one image here may take, seconds; not part of a start's time."""
     lease_s: float = 300.0

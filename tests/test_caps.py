@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.caps import UNBOUNDED, Cap, Host, ModelShape, find_caps, shortages, wanted
-from agentrl.caps_host import cgroup_limit, parse_gpu_memory, probe
+from agentrl.caps_host import cgroup_limit, file_system, parse_gpu_memory, probe
 from agentrl.caps_proof import hold, hold_sandboxes
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
@@ -25,9 +25,10 @@ HOST = Host(
     process_ids=32_768,
     namespaces=15_000,
     ports=28_232,
-    memory_mb=256 << 10,
+    memory_mb=1 << 20,
     scratch_mb=100 << 10,
     run_disk_mb=1 << 20,
+    inotify=1 << 20,
     fuse_mounts=1000,
     loop_devices=UNBOUNDED,
 )
@@ -111,8 +112,44 @@ def test_each_kind_of_sandbox_has_caps_of_its_own() -> None:
     made.sandbox.kind = "apptainer"
     assert at_once(made, "FUSE mounts") == 500
     assert at_once(made, "loop devices", replace(HOST, is_root=True, loop_devices=64)) == 64
+    made.sandbox.kind = "docker"
+    assert at_once(made, "Docker's networks") == UNBOUNDED
     made.sandbox.kind = "e2b"
-    assert not any(cap.name == "user namespaces" for cap in find_caps(made, host=HOST))
+    names = {cap.name.partition(",")[0] for cap in find_caps(made, host=HOST)}
+    assert not names & {"user namespaces", "memory", "inotify", "scratch disk"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_memory", "each"),
+    [
+        ("bubblewrap", False, 1000 + 2 * 100),
+        ("apptainer", False, 1000 + 64),
+        ("apptainer", True, 1000 + 64 + 100),
+        ("process", True, 1000 + 100),
+        ("docker", True, 1000 + 256),
+    ],
+)
+def test_memory_counts_what_a_sandbox_of_its_kind_can_really_take(
+    kind: str, in_memory: bool, each: int
+) -> None:
+    made = config()
+    made.sandbox.kind, made.sandbox.total_memory_mb, made.sandbox.disk_mb = kind, 1000, 100
+    host = replace(HOST, memory_mb=10 * each, is_scratch_in_memory=in_memory)
+    assert at_once(made, "memory, if all fill theirs", host) == 10
+    made.sandbox.warm = 4
+    assert at_once(made, "memory, if all fill theirs", host) == 6
+
+
+def test_without_a_bound_on_the_whole_every_process_may_fill_its_own() -> None:
+    made = config()
+    made.sandbox.total_memory_mb, made.sandbox.memory_mb, made.sandbox.processes = 0, 100, 5
+    made.sandbox.disk_mb = 0
+    host = replace(HOST, memory_mb=1000)
+    assert at_once(made, "memory, if all fill theirs", host) == 2
+
+
+def test_commands_that_watch_files_may_run_out_of_inotify() -> None:
+    assert at_once(config(), "inotify, if all watch files", replace(HOST, inotify=128)) == 128
 
 
 def test_an_apptainer_sandbox_counts_the_threads_of_its_monitor() -> None:
@@ -124,7 +161,7 @@ def test_an_apptainer_sandbox_counts_the_threads_of_its_monitor() -> None:
 
 
 def test_memory_that_would_only_run_out_if_all_filled_theirs_is_no_shortage() -> None:
-    caps = find_caps(config(), host=replace(HOST, memory_mb=1024))
+    caps = find_caps(config(), host=replace(HOST, memory_mb=3000))
     assert next(cap for cap in caps if cap.name.startswith("memory")).at_once == 1
     assert shortages(caps, 128) == []
     assert "no cap is below that" in plan.verdict(caps, 128)
@@ -139,8 +176,17 @@ def test_a_login_node_says_nothing_of_compute_nodes() -> None:
 def test_this_machine_is_probed_whole(tmp_path: Path) -> None:
     made = config()
     made.runs_dir = str(tmp_path / "not" / "there")
+    made.sandbox.scratch = "/dev/shm"
     found = probe(made)
     assert min(found.open_files, found.processes, found.ports, found.memory_mb) > 0
+    assert found.is_scratch_in_memory
+    assert min(found.scratch_mb, found.inotify) > 0
+
+
+def test_the_file_system_of_a_folder_is_that_of_the_mount_nearest_above(tmp_path: Path) -> None:
+    (tmp_path / "mounts").write_text(f"a / ext4 rw 0 0\nb {tmp_path} tmpfs rw 0 0\nc /t nfs - 0\n")
+    assert file_system(tmp_path / "x" / "y", mounts=tmp_path / "mounts") == "tmpfs"
+    assert file_system(Path("/usr"), mounts=tmp_path / "mounts") == "ext4"
 
 
 @pytest.mark.parametrize(

@@ -27,10 +27,11 @@ from agentrl.sandbox.child import Child, Spawn
 from agentrl.sandbox.confine import kernel
 from agentrl.sandbox.environment import VARIABLES, environment_of, executor_source, first_command
 from agentrl.sandbox.layers import restore
-from agentrl.sandbox.limits import bounds, scratch_folder
-from agentrl.sandbox.pull import ensure
+from agentrl.sandbox.limits import SPARE_MB, bounds, scratch_folder
+from agentrl.sandbox.pull import REGISTRY, ensure, shared_folder
 from agentrl.sandbox.resident import ResidentSandbox, in_thread
 from agentrl.sandbox.single import SingleFlight
+from agentrl.sandbox.watch import written_mb
 
 log = logging.getLogger(__name__)
 OLDEST = (1, 1)
@@ -41,8 +42,7 @@ FLAGS = (
     *("--no-mount", "sys,bind-paths,hostfs,cwd", "--net", "--network", "none"),
 )
 PROBE_TIMEOUT_S = 120
-SPARE_MB, SPARE_PROCESSES = 256, 8
-REGISTRY = "docker://"
+SPARE_PROCESSES = 8
 
 
 class Apptainer:
@@ -50,6 +50,8 @@ class Apptainer:
 
     name = "apptainer"
     kind = ""
+    is_system_writable = True
+    measure = staticmethod(written_mb)
 
     def __init__(self, config: SandboxConfig) -> None:
         found = shutil.which("apptainer")
@@ -84,16 +86,11 @@ class Apptainer:
         reference = environment_of(image, self.config.environment)
         if not reference.startswith(REGISTRY):
             return
-        if not self.config.images:
-            raise SandboxStartError(
-                f"environment {reference} of image {image}: sandbox.images is empty; name a folder "
-                "that the nodes share, where its SIF is kept"
-            )
         build = [self.program, "build", "--fakeroot"] if os.geteuid() else [self.program, "build"]
         making = functools.partial(
             ensure,
             reference,
-            Path(self.config.images),
+            shared_folder(self.config.images, reference),
             program=build,
             timeout_s=self.config.pull_timeout_s,
             env=environ(self.program, scratch_folder(self.config)),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 TESTBED = "/testbed"
 """Where a task's repository is inside a sandbox, and where commands start."""
@@ -47,6 +48,16 @@ class Sandbox(Protocol):
         """End all that commands left running; files stay."""
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class Repeatable(Sandbox, Protocol):
+    """A sandbox of a provider, of which another can be had: tests run there, not in the agent's."""
+
+    is_system_writable: bool
+    """Whether commands can change programs and packages outside of the testbed."""
+    again: Callable[[], Awaitable[Sandbox]]
+    """Starts another over the same image, for the caller to close. Raises SandboxStartError."""
 
 
 class SandboxProvider(Protocol):

@@ -2,7 +2,7 @@
 
 Not a boundary against kernel exploits. Bounded: each process's memory, CPU time and file size, the
 number of processes, all bytes written; memory summed over processes is looked at every 0.1 s. Not
-bounded: the share of the CPUs. Where concurrency × (total_memory_mb + disk_mb) is more than the
+bounded: the share of the CPUs. Where concurrency × (total_memory_mb + 2 × disk_mb) is more than the
 host has, a policy may bring the host's out-of-memory killer on its own sandbox, which then counts
 as lost (reward None) and not as failed. Commands cannot end, trace, limit or slow the sandbox's
 first process on x86-64 and ARM64; elsewhere `prlimit --pid 1` remains to them.
@@ -53,6 +53,8 @@ class Bubblewrap:
 
     name = "bubblewrap"
     kind = ""
+    is_system_writable = False
+    measure = None
 
     def __init__(self, config: SandboxConfig, *, python: str = "/usr/bin/python3") -> None:
         self.config = config

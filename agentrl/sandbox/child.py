@@ -15,6 +15,7 @@ from pathlib import Path
 
 from agentrl.errors import SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
+from agentrl.sandbox.watch import end_commands
 
 PARTS = ("frames", "bounded", "confine", "executor")
 
@@ -88,6 +89,9 @@ class Child:
             lease.kill(inner)
         else:
             self._process.kill()
+
+    def end_commands(self) -> None:
+        end_commands(self.pid)
 
     async def end(self, timeout_s: float) -> bool:
         """Wait for the end without a thread, reap it, and say whether it came by itself."""

@@ -92,6 +92,9 @@ def build_root(copy: bool, processes: int) -> bytes:
     write("/etc/group", "root:x:0:\n")
     write("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n")
     write("/etc/hosts", "127.0.0.1 localhost\n")
+    # without a bound on files a tmpfs takes half of the host's memory for them, empty as they are
+    options = b"nr_inodes=%d" % bounded_inodes("/.scratch")
+    mount(None, "/.scratch", None, MS_REMOUNT | MS_NOSUID | MS_NODEV, options)
     how = lay_testbed(copy)
     for name, target in (("tmp", "/tmp"), ("home", "/home/agent"), ("shm", "/dev/shm")):
         bind(f"/.scratch/{name}", target)
@@ -106,6 +109,12 @@ def build_root(copy: bool, processes: int) -> bytes:
     shield_host()
     make_read_only("/")
     return how
+
+
+def bounded_inodes(folder: str) -> int:
+    """Return how many files a tmpfs may hold: one a KiB of its size, about what each takes."""
+    found = os.statvfs(folder)
+    return found.f_blocks * found.f_frsize // 1024
 
 
 def shield_host() -> None:

@@ -3,7 +3,7 @@
 No network of its own for any of them: a host has about 31 to give. The executor reaps what is
 orphaned, so no other init is needed, and it ends when its owner's connection does; then the daemon
 removes the container. Bounded: what `bubblewrap` bounds and, by cgroup, memory and processes of the
-whole; bytes written in all are not.
+whole; bytes written in all are watched, not refused by the file system (see `watch`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import logging
 import time
 from asyncio import StreamReader, StreamWriter
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +24,14 @@ from agentrl.errors import SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
 from agentrl.sandbox.backoff import random_wait_s
 from agentrl.sandbox.environment import VARIABLES, environment_of, executor_source, first_command
-from agentrl.sandbox.limits import bounds
+from agentrl.sandbox.limits import SPARE_MB, bounds
 from agentrl.sandbox.pull import REFUSALS
 from agentrl.sandbox.resident import ResidentSandbox, in_thread
 from agentrl.sandbox.single import SingleFlight
 
 log = logging.getLogger(__name__)
 API_TIMEOUT_S = 60
-SPARE_MB = 256
+STILL_MAKING_S = 2.0
 POOL = 64
 """Connections to the daemon; each attached sandbox holds one of its own beside them."""
 
@@ -39,6 +40,7 @@ class Docker:
     """Asks this host's daemon for containers; made once, after it has answered."""
 
     name = kind = "docker"
+    is_system_writable = True
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -50,6 +52,18 @@ class Docker:
         """What is written is in the container's own layer."""
         del claim
         return ""
+
+    def measure(self, claims: Sequence[lease.Lease]) -> dict[str, float]:
+        """Return what containers have written, as the daemon counts it. Raises OSError."""
+        if not claims:
+            return {}
+        label = {"label": f"agentrl_run={claims[0].run}"}
+        found = self._client.api.containers(size=True, filters=label)
+        return {
+            one["Labels"][lease.LABEL]: one.get("SizeRw", 0) / (1 << 20)
+            for one in found
+            if lease.LABEL in one["Labels"]
+        }
 
     async def prepare(self, image: Path) -> None:
         """Have the daemon pull what it has not, asked once. Raises SandboxStartError."""
@@ -147,6 +161,12 @@ class Container:
     def kill(self) -> None:
         asyncio.get_running_loop().run_in_executor(None, self._try_to_remove)
 
+    def end_commands(self) -> None:
+        """From within: its pids here are those of the daemon's host, which may be another."""
+        api = self._client.api
+        made = api.exec_create(self._id, ["/bin/sh", "-c", "kill -9 -1"])
+        api.exec_start(made["Id"], detach=True)
+
     def _try_to_remove(self) -> None:
         try:
             remove(self._client, self._id)
@@ -212,13 +232,23 @@ def open_client() -> Any:
     return client
 
 
-def end_by_lease(lease_id: str) -> int:
-    """Remove the containers of a lease; return how many there were. Blocking, for a thread."""
+def end_by_lease(lease_id: str, *, is_owner_dead: bool = False) -> int:
+    """Remove the containers of a lease; return how many there were. Blocking, for a thread.
+
+    is_owner_dead: where there is none it is looked for again, as the daemon may still be making
+    what the owner had asked for.
+    """
     client = open_client()
+    label = {"label": f"{lease.LABEL}={lease_id}"}
     try:
-        found = client.api.containers(all=True, filters={"label": f"{lease.LABEL}={lease_id}"})
+        found = client.api.containers(all=True, filters=label)
+        if not found and is_owner_dead:
+            time.sleep(STILL_MAKING_S)
+            found = client.api.containers(all=True, filters=label)
         for one in found:
             remove(client, one["Id"])
     except OSError as error:
         raise SandboxUnavailable(f"docker, containers of lease {lease_id}: {error}") from error
+    finally:
+        client.close()
     return len(found)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import binascii
+import functools
 import io
 import logging
 import shlex
+import sys
 import tarfile
 import uuid
 from collections.abc import Awaitable, Callable
@@ -23,8 +25,9 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxLost, SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
 from agentrl.sandbox.backoff import random_wait_s
-from agentrl.sandbox.base import TESTBED, ExecResult
-from agentrl.sandbox.e2b_sdk import is_refused_for_now, is_slow, open_sdk
+from agentrl.sandbox.base import TESTBED, ExecResult, Sandbox
+from agentrl.sandbox.e2b_sdk import is_refused_for_now, is_slow, is_unanswered, open_sdk
+from agentrl.sandbox.e2b_template import ENDING
 from agentrl.sandbox.environment import (
     COMPILE,
     ONCE,
@@ -34,7 +37,8 @@ from agentrl.sandbox.environment import (
     once_source,
 )
 from agentrl.sandbox.frames import pack, unpack
-from agentrl.sandbox.limits import Limits, bounds
+from agentrl.sandbox.limits import SPARE_MB, Limits, bounds
+from agentrl.sandbox.pull import REGISTRY, ensure, shared_folder
 from agentrl.sandbox.resident import (
     FILE_TIMEOUT_S,
     MARGIN_S,
@@ -46,8 +50,11 @@ from agentrl.sandbox.resident import (
     refused,
     unrunnable,
 )
+from agentrl.sandbox.single import SingleFlight
 
 log = logging.getLogger(__name__)
+TARS = 8
+"""Repositories that are kept packed: the attempts at one task start together."""
 LONGEST_REQUEST = 120_000
 """Bytes of a command line: Linux takes no argument over 128 KiB."""
 
@@ -56,6 +63,8 @@ class E2B:
     """Starts sandboxes through the SDK; made once, before which nothing may import it."""
 
     name = kind = "e2b"
+    is_system_writable = True
+    measure = None
 
     def __init__(self, config: SandboxConfig, *, concurrency: int) -> None:
         self.config = config
@@ -64,6 +73,7 @@ class E2B:
         # an older SDK knows no keys: a create that is asked twice may then leave a second sandbox,
         # which no heartbeat renews
         self._has_keys = "idempotency_key" in signature(self._sdk.AsyncSandbox.create).parameters
+        self._templates: SingleFlight[str] = SingleFlight()
         self._unwanted: set[asyncio.Task[None]] = set()
 
     def scratch(self, claim: lease.Lease) -> str:
@@ -71,9 +81,31 @@ class E2B:
         del claim
         return ""
 
+    async def prepare(self, image: Path) -> None:
+        """Have the template of a registry's image built, whichever node asks first.
+
+        Raises SandboxStartError in E2B's words.
+        """
+        reference = environment_of(image, self.config.environment)
+        if reference.startswith(REGISTRY):
+            await self._templates.get(reference, functools.partial(self._build, reference))
+
+    def _build(self, reference: str) -> str:
+        words = [sys.executable, "-P", "-m", "agentrl.sandbox.e2b_template"]
+        memory_mb = (self.config.total_memory_mb or self.config.memory_mb) + SPARE_MB
+        named = ensure(
+            reference,
+            shared_folder(self.config.images, reference),
+            program=[*words, str(memory_mb + memory_mb % 2), self.config.e2b_domain],
+            timeout_s=self.config.pull_timeout_s,
+            ending=ENDING,
+        )
+        return named.read_text().strip()
+
     async def create(self, image: Path, claim: lease.Lease) -> E2BSandbox:
         """Create one, waiting while the service is busy. Raises SandboxStartError."""
-        template = environment_of(image, self.config.environment)
+        named = environment_of(image, self.config.environment)
+        template = self._templates.made(named) or named
         testbed = image / "testbed"
         upload = await in_thread(tarred, testbed) if testbed.is_dir() else b""
         creating = asyncio.ensure_future(self._create(template, claim))
@@ -101,10 +133,10 @@ class E2B:
                     **self._options,
                 )
             except Exception as error:  # the SDK's kinds have no root of their own
-                if not is_refused_for_now(error):
-                    raise SandboxStartError(
-                        f"E2B template {template}: {type(error).__name__}: {error}"
-                    ) from error
+                said = f"E2B template {template}: {type(error).__name__}: {error}"
+                if not (is_refused_for_now(error) or (key and is_unanswered(error))):
+                    raise SandboxStartError(said) from error
+                log.warning("asked again: %s", said)
             attempt += 1
             await asyncio.sleep(random_wait_s(attempt))
 
@@ -114,6 +146,8 @@ class E2BSandbox:
 
     pid = 0
     full = ""
+    is_system_writable = True
+    again: Callable[[], Awaitable[Sandbox]]
 
     def __init__(self, raw: Any, *, config: SandboxConfig, upload: bytes) -> None:
         self.id: str = raw.sandbox_id
@@ -133,12 +167,15 @@ class E2BSandbox:
     def on_close(self, released: Callable[[], Awaitable[None]]) -> None:
         self._released = released
 
+    def end_commands(self) -> None:
+        """What it writes is bounded by its machine, so nobody asks."""
+
     async def boot(self) -> None:
         """Bring the executor and the testbed. Raises SandboxStartError."""
         self._heart = asyncio.ensure_future(self._beat())
         parts, code, tar = (f"{self._folder}/{name}" for name in ("parts", "code", "tar"))
         words = ["/bin/sh", "-c", PREPARE, COMPILE, parts, code]
-        unpack_it = f"mkdir -p {TESTBED} && tar -C {TESTBED} -xf {tar} && rm {tar} && "
+        unpack_it = f"mkdir -p {TESTBED} && tar -C {TESTBED} -xzf {tar} && rm {tar} && "
         try:
             await self._raw.files.write(parts, once_source(), user="root")
             if self._upload:
@@ -173,7 +210,7 @@ class E2BSandbox:
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file; see `Sandbox.put`. Raises OSError, SandboxLost."""
-        name = f"{self._folder}/put"
+        name = f"{self._folder}/{uuid.uuid4().hex}"
         async with self._turn:
             await self._call(lambda: self._raw.files.write(name, data, user="root"))
         await self._must(path, b"take", inside(path, {}), name.encode())
@@ -285,10 +322,11 @@ def past_its_time(seconds: float) -> ExecResult:
     )
 
 
+@functools.lru_cache(maxsize=TARS)
 def tarred(folder: Path) -> bytes:
-    """Return a folder's content as a tar."""
+    """Return a folder's content as a tar, gzipped."""
     data = io.BytesIO()
-    with tarfile.open(fileobj=data, mode="w") as tar:
+    with tarfile.open(fileobj=data, mode="w:gz", compresslevel=1) as tar:
         tar.add(folder, arcname=".")
     return data.getvalue()
 

@@ -57,3 +57,8 @@ def is_refused_for_now(error: Exception) -> bool:
     """Whether the service asks to come back later (429, or it is busy)."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return bool(names & {"RateLimitException", "ServiceBusyException"})
+
+
+def is_unanswered(error: Exception) -> bool:
+    """Whether the connection ended before an answer: what was asked may have been done."""
+    return "TransportError" in {kind.__name__ for kind in type(error).__mro__}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 
 from agentrl.sandbox.confine import (
+    MS_NODEV,
+    MS_NOSUID,
     MS_RDONLY,
     drop_privileges,
     guard_first_process,
@@ -34,6 +36,9 @@ def enter(copy: bool) -> bytes:
     may_mount = has(CAP_SYS_ADMIN)
     how = bring_testbed(copy or not may_mount)
     if may_mount:
+        if os.path.isdir("/dev/shm"):  # a runtime's own takes up to half of the host's memory
+            options = b"size=64m,nr_inodes=65536,mode=1777"
+            mount(b"none", "/dev/shm", b"tmpfs", MS_NOSUID | MS_NODEV, options)
         if os.access(namespaces := "/proc/sys/user/max_user_namespaces", os.W_OK):
             write(namespaces, "0")
         shield_host()

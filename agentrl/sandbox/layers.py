@@ -16,9 +16,9 @@ def save(scratch: Path, image: Path, to: Path, *, environment: str, how: str) ->
     """Make the image folder `to` of a sandbox over `image` whose processes are stopped.
 
     how: the way its testbed was laid. Files that were deleted stay so: the markers of layers are
-    copied with them.
+    copied with them. Nobody else may enter `to`: commands may have left programs that are setuid.
     """
-    to.mkdir(parents=True)
+    to.mkdir(mode=0o700, parents=True)
     (to / "environment").write_text(f"{environment}\n")
     copy(scratch / "layer", to / "layer")
     if how == "copy":

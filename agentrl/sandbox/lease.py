@@ -112,6 +112,9 @@ def path_of(leases: Path, lease: Lease) -> Path:
 def sweep(leases: Path) -> list[str]:
     """End and remove what no living owner claims; return a line for each lease removed."""
     removed = []
+    for path in leases.glob("*.tmp"):  # of one who was killed while it wrote
+        if _is_old(path):
+            path.unlink(missing_ok=True)
     for path in sorted(leases.glob("*.json")):
         lease = read(path)
         if lease is None:
@@ -122,7 +125,7 @@ def sweep(leases: Path) -> list[str]:
         what = f"sandboxes of {lease.kind}" if lease.kind else "processes"
         try:
             ended = end(leases, lease)
-        except SandboxUnavailable as error:
+        except (SandboxUnavailable, OSError) as error:  # one that cannot be must not keep the rest
             log.warning("%s of run %s is left as it is: %s", lease.owner, lease.run, error)
             continue
         removed.append(f"{lease.owner} of run {lease.run}: {ended} {what} ended ({path.name})")
@@ -136,20 +139,34 @@ def sweep_scratch(parent: Path) -> list[str]:
     """
     removed = []
     for folder in sorted(parent.glob(f"{SCRATCH}*")):
-        if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.geteuid():
-            continue
-        lease = read(folder / CLAIM)
-        if lease is None:
-            is_young = time.time() - folder.stat().st_mtime < UNCLAIMED_S
-            if is_young or marked(folder.name.removeprefix(SCRATCH)):
-                continue
-            _remove_tree(folder)
-            removed.append(f"{folder}: nobody's")
-        elif not _is_claimed(lease):
-            ended = end_here(replace(lease, scratch=str(folder)))
-            removed.append(f"{lease.owner} of run {lease.run}: {ended} processes ended ({folder})")
+        try:
+            removed += _sweep_folder(folder)
+        except OSError as error:
+            log.warning("%s is left as it is: %s", folder, error)
     cgroups.remove_dead()
     return removed
+
+
+def _sweep_folder(folder: Path) -> list[str]:
+    if folder.is_symlink() or not folder.is_dir() or folder.stat().st_uid != os.geteuid():
+        return []
+    lease = read(folder / CLAIM)
+    if lease is None:
+        if not _is_old(folder) or marked(folder.name.removeprefix(SCRATCH)):
+            return []
+        _remove_tree(folder)
+        return [f"{folder}: nobody's"]
+    if _is_claimed(lease):
+        return []
+    ended = end_here(replace(lease, scratch=str(folder)))
+    return [f"{lease.owner} of run {lease.run}: {ended} processes ended ({folder})"]
+
+
+def _is_old(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > UNCLAIMED_S
+    except FileNotFoundError:
+        return False
 
 
 def end(leases: Path, lease: Lease) -> int:
@@ -200,10 +217,10 @@ def marked(lease_id: str) -> list[int]:
     return [pid for pid in _pids() if mark in _environment(pid)]
 
 
-def descendants(pid: int) -> set[int]:
-    """Return `pid` and all processes below it."""
+def descendants(*pids: int) -> set[int]:
+    """Return `pids` and all processes below them."""
     parents = {one: _stat(one, PARENT) for one in _pids()}
-    found, grew = {pid}, True
+    found, grew = set(pids), True
     while grew:
         new = {one for one, parent in parents.items() if parent in found and one not in found}
         found |= new
@@ -228,13 +245,15 @@ def _is_claimed(lease: Lease) -> bool:
 def _processes(lease: Lease) -> list[int]:
     """Return what still runs of a sandbox; its first pid only if that is the same process still.
 
-    With a scratch there may be no pid namespace, so the mark finds who left the first process. The
-    first process led a session, and FUSE's, whose environment is empty, are in it still.
+    With a scratch there may be no pid namespace, so the mark finds who left the first process, or
+    that itself where its owner died before it wrote its pid down. The first process led a session,
+    and FUSE's, whose environment is empty, are in it still.
     """
     own = [lease.pid] if lease.pid and start_time(lease.pid) == lease.pid_start else []
     if lease.scratch:
         own += marked(lease.id)
-        own += [pid for pid in _pids() if _is_fuse(pid) and _stat(pid, SESSION) == lease.pid != 0]
+        sessions = {lease.pid, *(_stat(pid, SESSION) for pid in own)} - {0, -1}
+        own += [pid for pid in _pids() if _is_fuse(pid) and _stat(pid, SESSION) in sessions]
     return [pid for pid in own if start_time(pid)]
 
 
@@ -249,7 +268,7 @@ def _end_remote(lease: Lease) -> int:
     if lease.kind == "docker":
         from agentrl.sandbox import docker
 
-        return docker.end_by_lease(lease.id)
+        return docker.end_by_lease(lease.id, is_owner_dead=lease.owner_pid != os.getpid())
     from agentrl.sandbox import e2b
 
     return e2b.end_by_lease(lease.id)
@@ -258,8 +277,7 @@ def _end_remote(lease: Lease) -> int:
 def _end_first_inside(lease: Lease) -> None:
     """End the sandbox from within, and give what holds its mounts a while to undo them."""
     left = set(_processes(lease))
-    below = descendants(lease.pid) if lease.pid in left else set()
-    kill(inner := [one for one in left | below if _is_first_inside(one)])
+    kill(inner := [one for one in descendants(*left) if _is_first_inside(one)])
     deadline = time.monotonic() + MONITOR_TIMEOUT_S
     while inner and time.monotonic() < deadline and _processes(lease):
         time.sleep(0.01)

@@ -26,6 +26,28 @@ def processes_of(kind: str) -> int:
     return PROCESSES_BY_KIND.get(kind, PROCESSES_PER_SANDBOX) + 1
 
 
+SPARE_MB = 256
+"""Between what a sandbox's commands may take together, which is watched, and a cgroup's bound."""
+SHARED_MB = 64
+"""/dev/shm of a container, in memory beside what its processes take."""
+
+
+def memory_mb_of(config: SandboxConfig, *, is_scratch_in_memory: bool = False) -> int:
+    """Return the most memory of this host that one sandbox can take, MiB; 0 for a service's.
+
+    is_scratch_in_memory: the scratch folder is on a tmpfs, so what is written there takes memory.
+    """
+    commands = config.total_memory_mb or config.memory_mb * config.processes
+    if config.kind == "e2b":
+        return 0
+    if config.kind == "bubblewrap":  # its tmpfs, whose inodes take as much again
+        return commands + 2 * config.disk_mb
+    if config.kind == "docker":
+        return commands + SPARE_MB
+    shared = SHARED_MB if config.kind == "apptainer" else 0
+    return commands + shared + (config.disk_mb if is_scratch_in_memory else 0)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
     """Needs of `concurrency` sandboxes; made by `derive`, so all pools agree."""

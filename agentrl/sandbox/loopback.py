@@ -41,6 +41,12 @@ class Faults:
     create_delay_s: float = 0.0
     cut_commands: int = 0
     """The next so many commands lose their connection instead of an answer."""
+    lose_creates: int = 0
+    """The next so many creates make a sandbox whose answer never arrives."""
+    refuse_builds: int = 0
+    """The next so many builds of templates are answered with 429."""
+    missing_images: frozenset[str] = frozenset()
+    """Those of which no template can be built."""
     stall_commands: int = 0
     """The next so many commands are never run, and are ended only by the client's own time."""
 
@@ -85,6 +91,8 @@ class Service:
     machines: dict[str, Machine] = field(default_factory=dict)
     keys: dict[str, str] = field(default_factory=dict)
     """Idempotency key → the sandbox that it made."""
+    templates: dict[str, str] = field(default_factory=dict)
+    """Name of a template that was built → the image it is of."""
     in_flight: int = 0
     peak: int = 0
     """Most commands that were in flight at once."""
@@ -97,6 +105,9 @@ class Service:
             web.get("/sandboxes/{id}", self.info),
             web.delete("/sandboxes/{id}", self.kill),
             web.post("/sandboxes/{id}/timeout", self.renew),
+            web.post("/v3/templates", self.ask_build),
+            web.post("/v2/templates/{id}/builds/{build}", self.build),
+            web.get("/templates/{id}/builds/{build}/status", self.built),
             web.get("/health", self.health),
             web.get("/files", self.read),
             web.post("/files", self.write),
@@ -119,6 +130,10 @@ class Service:
             self.machines[known.id] = known
             self.keys[key] = known.id if key else ""
         self.expire(known, wish.get("timeout", 300))
+        if self.faults.lose_creates > 0:
+            self.faults.lose_creates -= 1
+            assert request.transport
+            request.transport.abort()
         return web.json_response(known.describe(), status=201)
 
     async def list(self, request: web.Request) -> web.Response:
@@ -139,6 +154,28 @@ class Service:
     async def kill(self, request: web.Request) -> web.Response:
         await self.end(self.named(request).id)
         return web.Response(status=204)
+
+    async def ask_build(self, request: web.Request) -> web.Response:
+        if self.faults.refuse_builds > 0:
+            self.faults.refuse_builds -= 1
+            raise refusal(web.HTTPTooManyRequests, "rate limit")
+        name = (await request.json())["name"]
+        found = {"templateID": name, "buildID": "1", "public": False}
+        found |= {"names": [name], "tags": [], "aliases": [name]}
+        return web.json_response(found, status=202)
+
+    async def build(self, request: web.Request) -> web.Response:
+        self.templates[request.match_info["id"]] = (await request.json())["fromImage"]
+        return web.Response(status=202)
+
+    async def built(self, request: web.Request) -> web.Response:
+        """Say that it is ready, or why its image could not be had."""
+        name = request.match_info["id"]
+        found: dict[str, Any] = {"templateID": name, "buildID": "1", "logs": [], "logEntries": []}
+        if self.templates[name] in self.faults.missing_images:
+            reason = {"message": f"image {self.templates[name]} not found"}
+            return web.json_response(found | {"status": "error", "reason": reason})
+        return web.json_response(found | {"status": "ready"})
 
     def expire(self, machine: Machine, seconds: float) -> None:
         if machine.timer:

@@ -22,6 +22,7 @@ from agentrl.sandbox.bubblewrap import ENVIRONMENT
 from agentrl.sandbox.child import Child, Spawn, compile_executor
 from agentrl.sandbox.limits import bounds, scratch_folder
 from agentrl.sandbox.resident import LOADER, ResidentSandbox, in_thread
+from agentrl.sandbox.watch import written_mb
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +32,8 @@ class HostProcess:
 
     name = "process (no isolation)"
     kind = ""
+    is_system_writable = False
+    measure = staticmethod(written_mb)
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,19 +16,20 @@ from agentrl.errors import ConfigError, SandboxStartError
 from agentrl.sandbox import lease
 from agentrl.sandbox.admission import Admission
 from agentrl.sandbox.apptainer import Apptainer
-from agentrl.sandbox.base import Sandbox, SandboxProvider
+from agentrl.sandbox.base import Repeatable, Sandbox, SandboxProvider
 from agentrl.sandbox.bubblewrap import Bubblewrap
 from agentrl.sandbox.docker import Docker
 from agentrl.sandbox.e2b import E2B
 from agentrl.sandbox.limits import Limits, scratch_folder, secure
 from agentrl.sandbox.process import HostProcess
 from agentrl.sandbox.resident import in_thread
-from agentrl.sandbox.watch import watch
+from agentrl.sandbox.warm import WarmPool
+from agentrl.sandbox.watch import Measure, watch
 
 log = logging.getLogger(__name__)
 
 
-class Started(Sandbox, Protocol):
+class Started(Repeatable, Protocol):
     """A sandbox that runs on its back end and has still to boot."""
 
     full: str
@@ -40,6 +42,9 @@ class Started(Sandbox, Protocol):
     def on_close(self, released: Callable[[], Awaitable[None]]) -> None:
         """Have `released` called once, when it has ended."""
 
+    def end_commands(self) -> None:
+        """End all that runs in it but its executor. Blocking."""
+
     async def boot(self) -> None:
         """Wait until commands can run. Raises SandboxStartError."""
 
@@ -50,6 +55,14 @@ class Backend(Protocol):
     name: str
     kind: str
     """As a lease says it: empty where the sandbox is a process of this host."""
+
+    @property
+    def is_system_writable(self) -> bool:
+        """See Repeatable."""
+
+    @property
+    def measure(self) -> Measure | None:
+        """Return how bytes written are watched; None where a file system bounds them."""
 
     def scratch(self, claim: lease.Lease) -> str:
         """Return the folder on the host that one sandbox will need; empty for none."""
@@ -71,8 +84,8 @@ def open_provider(
 ) -> SandboxProvider:
     """Check this machine and return its provider for `concurrency` sandboxes at once.
 
-    What dead owners left in the scratch folder is removed first. is_admitted: the caller has an
-    Admission of its own, so starts here are not held back again.
+    What dead owners left, of the run or in the scratch folder, is removed first. is_admitted: the
+    caller has an Admission of its own, so starts here are not held back again.
 
     Raises SandboxUnavailable (no bwrap, no namespaces, a cap too small) or ConfigError.
     """
@@ -86,12 +99,13 @@ def open_provider(
     }
     if config.kind not in kinds:
         raise ConfigError(f"sandbox.kind={config.kind!r}: must be one of {', '.join(kinds)}")
+    concurrency += config.warm
     secure(Limits.derive(concurrency, config.kind))
     leases.mkdir(parents=True, exist_ok=True)
-    for line in lease.sweep_scratch(scratch_folder(config)):
+    admission = Admission(slots=max(concurrency, 1)) if is_admitted else None
+    backend = kinds[config.kind](config)  # before a sweep imports E2B's SDK, with a narrow pool
+    for line in (*lease.sweep(leases), *lease.sweep_scratch(scratch_folder(config))):
         log.info("swept a sandbox of a dead owner: %s", line)
-    admission = Admission(slots=max(concurrency, 1)) if is_admitted else Admission.of(config)
-    backend = kinds[config.kind](config)
     return Provider(backend, config, run=run, leases=leases, admission=admission)
 
 
@@ -105,42 +119,77 @@ class Provider:
         *,
         run: str,
         leases: Path,
-        admission: Admission,
+        admission: Admission | None = None,
     ) -> None:
+        """admission: of those who start; None: the one by which this starts more unasked."""
         self.name = backend.name
         self._backend = backend
         self._config = config
         self._run = run
         self._leases = leases
-        self._admission = admission
-        self._open: dict[Started, str] = {}
-        """Each sandbox and its scratch."""
+        self._unasked = Admission.of(config)
+        self._admission = admission or self._unasked
+        self._warm: WarmPool[Started] = WarmPool(config.warm, self._start_unasked)
+        self._open: dict[Started, lease.Lease] = {}
         self._is_closed = False
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self, image: Path, *, owner: str) -> Started:
-        """Start one; waits for admission first, then start_timeout_s covers create and boot."""
+        """Start one; waits for admission first, then start_timeout_s covers create and boot.
+
+        One that is ready already is given at once.
+        """
+        return await self._get(image, owner, self._admission)
+
+    async def close(self) -> None:
+        """Close every sandbox started here."""
+        self._is_closed = True
+        await self._warm.close()
+        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _again(self, image: Path, owner: str) -> Sandbox:
+        return await self._get(image, f"{owner} (tests)", self._unasked)
+
+    async def _start_unasked(self, image: Path) -> Started:
+        return await self._admitted(image, "ready", self._unasked)
+
+    async def _get(self, image: Path, owner: str, admission: Admission) -> Started:
+        ready = await self._warm.take(image)
+        if ready is None:
+            return await self._admitted(image, owner, admission)
+        claim = self._open[ready] = replace(self._open[ready], owner=owner)
+        self._prime(ready, image, owner)
+        try:
+            await in_thread(lease.publish, self._leases, claim)
+        except BaseException:
+            await ready.close()
+            raise
+        return ready
+
+    async def _admitted(self, image: Path, owner: str, admission: Admission) -> Started:
         limit = self._config.start_timeout_s
         if isinstance(self._backend, Prepares):
             await self._backend.prepare(image)
-        async with self._admission.turn():
+        async with admission.turn():
             if self._is_closed:
                 raise SandboxStartError(f"sandbox for {owner}: the provider is closed")
+            begin = time.monotonic()
             try:
                 async with asyncio.timeout(limit):
-                    return await self._start(image, owner)
+                    sandbox = await self._start(image, owner)
             except TimeoutError as error:
                 raise SandboxStartError(
                     f"sandbox for {owner} over {image}: not ready within "
                     f"sandbox.start_timeout_s={limit:g}; raise it or lower sandbox.max_starts"
                 ) from error
+        self._warm.started(time.monotonic() - begin)
+        return sandbox
 
-    async def close(self) -> None:
-        """Close every sandbox started here."""
-        self._is_closed = True
-        await asyncio.gather(*(sandbox.close() for sandbox in list(self._open)))
-        if self._watch is not None:
-            self._watch.cancel()
+    def _prime(self, sandbox: Started, image: Path, owner: str) -> None:
+        sandbox.is_system_writable = self._backend.is_system_writable
+        sandbox.again = functools.partial(self._again, image, owner)
 
     async def _start(self, image: Path, owner: str) -> Started:
         claim = lease.new(run=self._run, owner=owner, kind=self._backend.kind)
@@ -154,6 +203,7 @@ class Provider:
             sandbox = await self._backend.create(image, claim)
             claim = replace(claim, pid=sandbox.pid, pid_start=lease.start_time(sandbox.pid))
             self._hold(sandbox, claim)
+            self._prime(sandbox, image, owner)
             booting = asyncio.ensure_future(sandbox.boot())
             try:
                 await in_thread(lease.publish, self._leases, claim)
@@ -175,14 +225,14 @@ class Provider:
             log.warning("sandbox for %s: left for `agentrl sweep`: %s", claim.owner, error)
 
     def _hold(self, sandbox: Started, claim: lease.Lease) -> None:
-        self._open[sandbox] = claim.scratch
-        sandbox.on_close(functools.partial(self._release, sandbox, claim))
-        if claim.scratch and self._watch is None:
-            watching = watch(self._open, limit_mb=self._config.disk_mb)
+        self._open[sandbox] = claim
+        sandbox.on_close(functools.partial(self._release, sandbox))
+        if self._backend.measure is not None and self._watch is None:
+            watching = watch(self._open, self._backend.measure, limit_mb=self._config.disk_mb)
             self._watch = asyncio.ensure_future(watching)
 
-    async def _release(self, sandbox: Started, claim: lease.Lease) -> None:
-        self._open.pop(sandbox, None)
+    async def _release(self, sandbox: Started) -> None:
+        claim = self._open.pop(sandbox)
         if claim.scratch:  # no namespace ends the processes of a lost executor
             await in_thread(lease.end, self._leases, claim)
         else:

@@ -1,4 +1,4 @@
-"""SIF files made from a registry's images: one pull an image for all nodes, whoever asks first.
+"""Files made from a registry's images (SIFs, names of templates): one pull for all nodes.
 
 The folder is shared. Who makes a file holds a claim beside it, made by O_EXCL and touched as long
 as the work lasts; others wait for the file. A claim that is no longer touched is taken over. Ages
@@ -8,6 +8,7 @@ are told by the folder's own clock, for those of nodes differ.
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import re
@@ -25,13 +26,26 @@ log = logging.getLogger(__name__)
 TOUCH_S = 5.0
 ABANDONED_S = 60.0
 LOOK_S = 0.5
+REGISTRY = "docker://"
+SIF = ".sif"
 REFUSALS = ("toomanyrequests", "429", "rate limit")
 """What registries say to those who should come back later."""
 
 
-def sif_path(folder: Path, reference: str) -> Path:
-    """Return where the SIF of `docker://…` lies; different references give different names."""
-    return folder / f"{re.sub('[^A-Za-z0-9.-]', lambda m: f'_{ord(m[0]):x}', reference)}.sif"
+def shared_folder(images: str, reference: str) -> Path:
+    """Return the folder that sandbox.images names. Raises SandboxStartError where it names none."""
+    if not images:
+        raise SandboxStartError(
+            f"environment {reference}: sandbox.images is empty; name a folder that the nodes "
+            "share, where what is made of it is kept"
+        )
+    return Path(images)
+
+
+def made_path(folder: Path, reference: str, ending: str = SIF) -> Path:
+    """Return where what `docker://…` gives lies; different references give different names."""
+    name = re.sub("[^A-Za-z0-9.-]", lambda m: f"_{ord(m[0]):x}", reference)
+    return folder / f"{name}{ending}"
 
 
 def ensure(
@@ -41,14 +55,15 @@ def ensure(
     program: list[str],
     timeout_s: float,
     env: Mapping[str, str] | None = None,
+    ending: str = SIF,
 ) -> Path:
-    """Return the SIF of `reference`, made now if it is not there. Blocking, for a thread.
+    """Return the file of `reference`, made now if it is not there. Blocking, for a thread.
 
     program: run, in `env`, with the file to make and the reference added. Raises SandboxStartError
     in its words, or when another node has not finished within `timeout_s`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    made, deadline = sif_path(folder, reference), time.monotonic() + timeout_s
+    made, deadline = made_path(folder, reference, ending), time.monotonic() + timeout_s
     attempt = 0
     while made.name not in os.listdir(folder):
         if time.monotonic() > deadline:
@@ -82,6 +97,8 @@ def claim(made: Path) -> bool:
             with contextlib.suppress(FileNotFoundError):
                 path.rename(mine)  # of several who see this, one succeeds
                 mine.unlink()
+                for left in made.parent.glob(f".{glob.escape(made.name)}.*.tmp"):
+                    left.unlink(missing_ok=True)  # gigabytes of one that was killed
         return False
     if made.name in os.listdir(made.parent):  # made between the look and the claim
         path.unlink()
@@ -112,7 +129,7 @@ def make(made: Path, words: list[str], deadline: float, env: Mapping[str, str] |
     """Make the file whole, then give it its name; return the registry's refusal for now, or ''."""
     unfinished, reference = Path(words[-2]), words[-1]
     try:
-        code, said = run(words, env, deadline, lambda: os.utime(claim_path(made)))
+        code, said = run(words, env, deadline, lambda: touch(claim_path(made)))
         if code:
             if any(word in said.lower() for word in REFUSALS):
                 return said[-200:]
@@ -126,10 +143,16 @@ def make(made: Path, words: list[str], deadline: float, env: Mapping[str, str] |
     return ""
 
 
+def touch(path: Path) -> None:
+    """Renew a claim; one that was taken over meanwhile is no longer ours to renew."""
+    with contextlib.suppress(FileNotFoundError):
+        os.utime(path)
+
+
 def run(
-    words: list[str], env: Mapping[str, str] | None, deadline: float, touch: Callable[[], None]
+    words: list[str], env: Mapping[str, str] | None, deadline: float, renew: Callable[[], None]
 ) -> tuple[int, str]:
-    """Run a program, calling `touch` while it runs; return its code and its last words."""
+    """Run a program, calling `renew` while it runs; return its code and its last words."""
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(
         words, env=env, stdin=null, stdout=pipe, stderr=subprocess.STDOUT, text=True
@@ -139,6 +162,6 @@ def run(
                 said, _ = process.communicate(timeout=TOUCH_S)
                 return process.returncode, said.strip()
             except subprocess.TimeoutExpired:
-                touch()
+                renew()
             if time.monotonic() > deadline:
                 process.terminate()

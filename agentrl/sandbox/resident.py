@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import ParamSpec, Protocol, TypeVar
 
 from agentrl.errors import SandboxLost, SandboxStartError
-from agentrl.sandbox.base import TESTBED, ExecResult
+from agentrl.sandbox.base import TESTBED, ExecResult, Sandbox
 from agentrl.sandbox.frames import pack, unpack
 
 P = ParamSpec("P")
@@ -60,6 +60,9 @@ class Host(Protocol):
     def kill(self) -> None:
         """End it without waiting."""
 
+    def end_commands(self) -> None:
+        """End all that runs beside the executor, without asking it. Blocking."""
+
     async def end(self, timeout_s: float) -> bool:
         """Wait until it has ended, by force after `timeout_s`; return whether none was needed."""
 
@@ -69,6 +72,9 @@ class ResidentSandbox:
 
     A cancelled request leaves the conversation torn, so it ends the sandbox.
     """
+
+    is_system_writable = False
+    again: Callable[[], Awaitable[Sandbox]]
 
     def __init__(self, host: Host, *, code: bytes, places: Mapping[str, str]) -> None:
         """code: the executor, for LOADER. places: folder inside → what the executor calls it."""
@@ -93,6 +99,9 @@ class ResidentSandbox:
     def on_close(self, released: Callable[[], Awaitable[None]]) -> None:
         """Have `released` called once, when all processes have ended."""
         self._released = released
+
+    def end_commands(self) -> None:
+        self._host.end_commands()
 
     async def boot(self) -> None:
         """Send the executor and wait until it is ready. Raises SandboxStartError."""

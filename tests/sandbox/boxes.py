@@ -88,6 +88,15 @@ class Box:
         return not machines and not any(self.leases.glob("*"))
 
 
+async def until(happens: Callable[[], object], *, in_thread: bool = False) -> None:
+    """Wait for it, two minutes at most. in_thread: it takes so long that others should go on."""
+    for _ in range(12_000):
+        if await asyncio.to_thread(happens) if in_thread else happens():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
 @asynccontextmanager
 async def loopback(box: Box) -> AsyncIterator[Service]:
     """Serve E2B's SDK from bubblewrap sandboxes; its address and a key are in the environment."""

@@ -9,7 +9,7 @@ from pathlib import Path
 PROGRAMS = """
 sh bash env cat cp echo false grep head id ls mkdir mkfifo nohup ps pgrep printf prlimit rm sed
 seq setsid sleep stat tail touch tr true wc yes ln mv chmod chown du git python3 timeout tee
-mount umount unshare hostname kill cut nice taskset chrt chroot
+find mktemp mount umount unshare hostname kill cut nice taskset chrt chroot
 """.split()  # noqa: SIM905 - a long list reads better as words
 LEFT_OUT = shutil.ignore_patterns(
     "test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "__pycache__", "config-*"

@@ -20,7 +20,7 @@ from agentrl.errors import SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
 from agentrl.sandbox.apptainer import Apptainer, mount
 from agentrl.sandbox.layers import save
-from agentrl.sandbox.watch import used_mb, watch
+from agentrl.sandbox.watch import used_mb, watch, written_mb
 
 
 def fake(folder: Path, says: str) -> None:
@@ -113,8 +113,9 @@ def test_names_of_the_hosts_folders_are_absent(apptainer: Any) -> None:
 
 def test_bytes_over_the_limit_end_what_runs_and_are_said(apptainer: Any) -> None:
     async def body(sandbox: Any) -> Any:
-        (scratch,) = sandbox_scratch(apptainer)
-        watching = asyncio.ensure_future(watch({sandbox: scratch}, limit_mb=5, interval_s=0.1))
+        (claim,) = claims_of(apptainer)
+        watching = watch({sandbox: claim}, written_mb, limit_mb=5, interval_s=0.1)
+        watching = asyncio.ensure_future(watching)
         done = await sandbox.exec("head -c 9000000 /dev/zero > /root/big; sleep 60", timeout_s=60)
         watching.cancel()
         return done, await sandbox.exec("true", timeout_s=30)
@@ -124,15 +125,17 @@ def test_bytes_over_the_limit_end_what_runs_and_are_said(apptainer: Any) -> None
     assert (done.timed_out, done.oom, after.exit_code) == (False, False, 126)
 
 
-def sandbox_scratch(box: Box) -> list[str]:
-    claims = [lease.read(path) for path in box.leases.glob("*.json")]
-    return [claim.scratch for claim in claims if claim]
+def claims_of(box: Box) -> list[lease.Lease]:
+    return [claim for path in box.leases.glob("*.json") if (claim := lease.read(path))]
 
 
 def test_what_files_take_is_counted(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a/b").write_bytes(b"x" * (2 << 20))
     assert 1.9 < used_mb(str(tmp_path)) < 2.5
+    for number in range(1024):
+        (tmp_path / f"empty{number}").touch()
+    assert 2.9 < used_mb(str(tmp_path)) < 3.5
 
 
 ORDINARY = """
@@ -205,10 +208,10 @@ def test_a_sandbox_goes_on_from_a_saved_one(apptainer: Any, tmp_path: Path) -> N
         first = await provider.start(apptainer.image, owner="0/0/0")
         await first.exec("rm -r pkg; echo kept > b.txt; echo tool > /usr/bin/new", timeout_s=30)
         await first.stop_processes()
-        (scratch,) = sandbox_scratch(apptainer)
+        (claim,) = claims_of(apptainer)
         environment = apptainer.config.environment
         saved = tmp_path / "saved"
-        save(Path(scratch), apptainer.image, saved, environment=environment, how=first.how)
+        save(Path(claim.scratch), apptainer.image, saved, environment=environment, how=first.how)
         await first.close()
         again = await provider.start(saved, owner="0/0/1")
         return str((await again.exec("ls; cat b.txt /usr/bin/new", timeout_s=30)).output)

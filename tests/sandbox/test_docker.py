@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from boxes import Box, needs_docker
+from boxes import Box, needs_docker, until
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
 from agentrl.sandbox.docker import Docker, open_client
+from agentrl.sandbox.watch import watch
 
 pytest.importorskip("docker", reason="docker-py is not installed: `pip install 'docker>=7,<8'`")
 
@@ -50,6 +52,38 @@ def test_a_container_that_outlived_its_owner_is_swept(docker: Any) -> None:
     api.start(made["Id"])
     assert "1 sandboxes of docker ended" in lease.sweep(docker.leases)[0]
     assert api.containers(all=True, filters={"label": f"{lease.LABEL}={claim.id}"}) == []
+
+
+@needs_docker
+def test_bytes_over_the_limit_end_what_runs_and_are_said(docker: Any) -> None:
+    async def body(provider: Any) -> Any:
+        sandbox = await provider.start(docker.image, owner="0/0/0")
+        (path,) = docker.leases.glob("*.json")
+        claim = lease.read(path)
+        watching = watch({sandbox: claim}, provider._backend.measure, limit_mb=5, interval_s=0.1)
+        watching = asyncio.ensure_future(watching)
+        done = await sandbox.exec("head -c 9000000 /dev/zero > /root/big; sleep 60", timeout_s=60)
+        watching.cancel()
+        return done, await sandbox.exec("true", timeout_s=30)
+
+    done, after = docker.provider(body)
+    assert "over the limit of 5 MiB" in done.output
+    assert (done.timed_out, done.oom, after.exit_code) == (False, False, 126)
+
+
+@needs_docker
+def test_one_that_goes_on_writing_past_twice_the_limit_is_ended(docker: Any) -> None:
+    async def body(sandbox: Any) -> None:
+        sandbox.full = "it was"
+        (path,) = docker.leases.glob("*.json")
+        watching = watch(
+            {sandbox: lease.read(path)}, lambda claims: {claims[0].id: 11}, limit_mb=5, interval_s=0
+        )
+        watching = asyncio.ensure_future(watching)
+        await until(lambda: not any(docker.leases.iterdir()))
+        watching.cancel()
+
+    docker.run(body)
 
 
 @needs_docker

@@ -167,6 +167,21 @@ def test_bytes_written_in_all_are_bounded(bubble: Any) -> None:
     assert int(done.output.split()[-2]) <= 16 << 20
 
 
+def test_files_are_bounded_though_they_are_empty(bubble: Any) -> None:
+    """Each takes about a KiB of the kernel's memory, which no other bound counts."""
+    program = "import itertools\nfor n in itertools.count(): open(f'/tmp/{n}', 'x').close()"
+    done = bubble.set(disk_mb=4).sh(f'python3 -c "{program}"; ls /tmp | wc -l')
+    assert "No space left on device" in done.output
+    assert int(done.output.split()[-1]) <= 4 << 10
+
+
+def test_shared_memory_is_bounded(sealed: Any) -> None:
+    loop = "for f in 1 2 3; do head -c 50000000 /dev/zero > /dev/shm/$f; done"
+    done = sealed.set(disk_mb=64).sh(loop + "; du -cb /dev/shm | tail -1")
+    assert "No space left on device" in done.output
+    assert int(done.output.split()[-2]) <= 65 << 20
+
+
 def test_git_works_on_the_testbed(bubble: Any) -> None:
     done = bubble.sh(
         "git init -q && git add -A && git commit -qm x && git status --short && git log"

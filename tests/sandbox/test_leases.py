@@ -8,28 +8,31 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from boxes import loopback, until
 
 from agentrl.config import SandboxConfig
 from agentrl.sandbox import cgroups, lease
 from agentrl.sandbox.base import SandboxProvider
+from agentrl.sandbox.docker import open_client
 from agentrl.sandbox.provider import open_provider
 
 SECONDS = str(100_000 + os.getpid())
 """How long the sleeps of these tests last: also what tells them from those of another run."""
 OWNER = """
-import asyncio, sys
+import asyncio, json, sys
 from pathlib import Path
 from agentrl.config import SandboxConfig
 from agentrl.sandbox.provider import open_provider
 
-async def main(kind, image, leases, seconds, environment):
-    config = SandboxConfig(kind=kind, environment=environment)
+async def main(image, leases, seconds, keys):
+    config = SandboxConfig(**json.loads(keys))
     provider = open_provider(config, run="killed", leases=Path(leases), concurrency=2)
     sandboxes = [await provider.start(Path(image), owner=f"7/{n}/0") for n in range(2)]
     for sandbox in sandboxes:
@@ -54,27 +57,87 @@ def gone_soon() -> bool:
     return psutil.wait_procs(sleepers(), timeout=5)[1] == []
 
 
-def test_a_sweep_after_sigkill_of_the_owner_leaves_nothing(box: Any) -> None:
-    if box.kind == "e2b":
-        pytest.skip("its sandboxes are a service's: tests/sandbox/test_e2b.py sweeps them there")
-    words = [box.kind, str(box.image), str(box.leases), SECONDS, box.config.environment]
-    argv = [sys.executable, "-c", OWNER, *words]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE) as owner:
-        try:
-            assert owner.stdout is not None
-            assert owner.stdout.readline() == b"ready\n"
-            assert len(list(box.leases.glob("*.json"))) == 2
-            assert sleepers()
-            assert lease.sweep(box.leases) == []
-        finally:
-            owner.kill()
-    scratch = [json.loads(path.read_text())["scratch"] for path in box.leases.glob("*.json")]
-    removed = lease.sweep(box.leases)
-    assert len(removed) == 2
-    assert "run killed" in removed[0]
-    assert list(box.leases.iterdir()) == []
-    assert gone_soon()
-    assert not any(folder and Path(folder).exists() for folder in scratch)
+class Owner:
+    """A process that starts sandboxes of a box's kind, to be killed."""
+
+    def __init__(self, box: Any, folder: Path) -> None:
+        self.box = box
+        self.scratch = folder / "scratch"
+        self.scratch.mkdir()
+        # an E2B sandbox that was still being made ends by its own lease
+        keys = {"kind": box.kind, "environment": box.config.environment, "lease_s": 15.0}
+        keys |= {"scratch": str(self.scratch), "start_timeout_s": 120.0}
+        words = [str(box.image), str(box.leases), SECONDS, json.dumps(keys)]
+        argv = [sys.executable, "-c", OWNER, *words]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+
+    def has_leased(self) -> bool:
+        return any(self.box.leases.glob("*.json"))
+
+    def has_begun(self) -> bool:
+        """Whether a process of a sandbox, or what a service holds, is there."""
+        return bool(psutil.Process(self.process.pid).children() or self.at_service())
+
+    def is_ready(self) -> bool:
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == b"ready\n"
+        return True
+
+    def at_service(self) -> list[Any]:
+        if self.box.kind == "docker":
+            label = {"label": "agentrl_run=killed"}
+            return list(open_client().api.containers(all=True, filters=label))
+        return list(self.box.service.machines) if self.box.service else []
+
+    def has_left_nothing(self) -> bool:
+        files = [*self.box.leases.iterdir(), *self.scratch.iterdir()]
+        return not files and not self.at_service() and not sleepers()
+
+
+@pytest.mark.parametrize("moment", ["has_leased", "has_begun", "is_ready"])
+def test_a_sweep_after_sigkill_of_the_owner_leaves_nothing(
+    box: Any, moment: str, tmp_path: Path
+) -> None:
+    async def main() -> None:
+        async with loopback(box) if box.kind == "e2b" else nullcontext():
+            owner = Owner(box, tmp_path)
+            try:
+                await until(getattr(owner, moment), in_thread=True)
+                assert lease.sweep(box.leases) == []
+            finally:
+                owner.process.kill()
+                await asyncio.to_thread(owner.process.communicate)
+            await asyncio.to_thread(lease.sweep, box.leases)
+            await asyncio.to_thread(lease.sweep_scratch, owner.scratch)
+            await until(owner.has_left_nothing, in_thread=True)
+
+    asyncio.run(main())
+
+
+def test_leases_tell_which_sandboxes_were_swept(leases: Path, sleeper: Any) -> None:
+    started = lease.start_time(sleeper.pid)
+    lease.publish(leases, claim(owner_start=1, pid=sleeper.pid, pid_start=started))
+    (line,) = lease.sweep(leases)
+    assert line.startswith("0/0/0 of run r: 1 processes ended")
+
+
+def test_one_that_cannot_be_removed_does_not_keep_the_rest(
+    leases: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/none.sock")
+    lease.publish(leases, claim(owner_start=1, kind="docker"))
+    lease.publish(leases, claim(owner_start=1))
+    assert len(lease.sweep(leases)) == 1
+    assert len(list(leases.glob("*.json"))) == 1
+
+
+def test_half_a_lease_of_one_who_was_killed_goes_once_it_is_old(leases: Path) -> None:
+    leases.mkdir()
+    for name in ("old", "young"):
+        (leases / f"{name}.tmp").touch()
+    os.utime(leases / "old.tmp", (1, 1))
+    assert lease.sweep(leases) == []
+    assert [path.name for path in leases.iterdir()] == ["young.tmp"]
 
 
 def test_a_lost_sandbox_leaves_no_process_after_close(image: Path, box: Any) -> None:

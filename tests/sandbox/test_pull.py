@@ -12,7 +12,7 @@ import pytest
 
 from agentrl.errors import SandboxStartError
 from agentrl.sandbox.layers import restore, save
-from agentrl.sandbox.pull import claim_path, ensure, sif_path
+from agentrl.sandbox.pull import claim_path, ensure, made_path, unfinished_path
 from agentrl.sandbox.single import SingleFlight
 
 REFERENCE = "docker://swebench/sweb.eval:latest"
@@ -50,10 +50,10 @@ def test_many_who_want_an_image_at_once_pull_it_once(folder: Path) -> None:
         asked = [
             pool.submit(ensure, REFERENCE, folder, program=program, timeout_s=60) for _ in range(8)
         ]
-        assert {one.result() for one in asked} == {sif_path(folder, REFERENCE)}
+        assert {one.result() for one in asked} == {made_path(folder, REFERENCE)}
     assert calls(folder) == 1
-    assert sif_path(folder, REFERENCE).read_text() == f"{REFERENCE}\n"
-    assert [path.name for path in folder.iterdir()] == [sif_path(folder, REFERENCE).name]
+    assert made_path(folder, REFERENCE).read_text() == f"{REFERENCE}\n"
+    assert [path.name for path in folder.iterdir()] == [made_path(folder, REFERENCE).name]
 
 
 def test_a_refusal_for_now_is_waited_out(folder: Path) -> None:
@@ -70,23 +70,40 @@ def test_any_other_failure_is_told_in_its_own_words_and_leaves_nothing(folder: P
 
 def test_a_claim_that_nobody_touches_any_more_is_no_hindrance(folder: Path) -> None:
     folder.mkdir()
-    claim = claim_path(sif_path(folder, REFERENCE))
+    claim = claim_path(made_path(folder, REFERENCE))
     claim.touch()
     os.utime(claim, (1, 1))
+    unfinished_path(made_path(folder, REFERENCE)).write_text("half of it")
     ensure(REFERENCE, folder, program=registry(folder, GOOD), timeout_s=60)
     assert calls(folder) == 1
+    assert [path.name for path in folder.iterdir()] == [made_path(folder, REFERENCE).name]
 
 
 def test_a_living_claim_is_waited_for_until_the_deadline(folder: Path) -> None:
     folder.mkdir()
-    claim_path(sif_path(folder, REFERENCE)).touch()
+    claim_path(made_path(folder, REFERENCE)).touch()
     with pytest.raises(SandboxStartError, match="within 1 s; is a node stuck"):
         ensure(REFERENCE, folder, program=["false"], timeout_s=1)
 
 
 def test_references_that_look_alike_have_files_of_their_own(folder: Path) -> None:
     names = ("docker://a/b:c", "docker://a_b:c", "docker://a/b_c", "docker://a/b.c")
-    assert len({sif_path(folder, name) for name in names}) == 4
+    assert len({made_path(folder, name) for name in names}) == 4
+
+
+def test_what_takes_long_to_make_holds_up_nothing_else() -> None:
+    gate = threading.Event()
+
+    async def main() -> str:
+        flight: SingleFlight[bool] = SingleFlight()
+        slow = [asyncio.ensure_future(flight.get(str(n), gate.wait)) for n in range(40)]
+        await asyncio.sleep(0)
+        started = await asyncio.wait_for(asyncio.to_thread(lambda: "started"), 30)
+        gate.set()
+        await asyncio.gather(*slow)
+        return started
+
+    assert asyncio.run(main()) == "started"
 
 
 def test_one_process_makes_a_thing_once_and_tries_again_after_a_failure() -> None:
@@ -120,8 +137,10 @@ def test_what_a_sandbox_wrote_comes_back_from_what_was_saved(how: str, tmp_path:
     for name in ("layer/upper/usr", "testbed/upper"):
         (scratch / name).mkdir(parents=True)
     (scratch / "layer/upper/usr/new").write_text("new\n")
+    (scratch / "layer/upper/usr/new").chmod(0o6755)
     (scratch / "testbed/upper/a.txt").symlink_to("b.txt")
     save(scratch, image, tmp_path / "saved", environment="/env.sif", how=how)
+    assert (tmp_path / "saved").stat().st_mode & 0o077 == 0  # a setuid program is in it
     fresh = tmp_path / "fresh"
     for name in ("layer", "testbed/upper"):
         (fresh / name).mkdir(parents=True)
