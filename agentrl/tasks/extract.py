@@ -62,4 +62,4 @@ def unpack(task: Task, packed: bytes, image: Path) -> None:
             tar.extractall(testbed, filter="tar")
         lay_bug(task, testbed)
 
-    made(image, task, fill)
+    made(image, task, fill, with_ignored=False)

@@ -1,14 +1,21 @@
-"""The verdict on what an agent left behind, by the task's own tests, in the agent's own sandbox."""
+"""The verdict on what an agent left behind, by the task's own tests.
+
+They run in a fresh sandbox that has the agent's changes of the repository and nothing else of it
+(see tasks.answer). In the agent's own run only those of generated tasks, where the system is closed
+to writing, and of verifiers that are to judge the machine as it was left.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from agentrl.errors import GradingError
-from agentrl.sandbox.base import ExecResult, Sandbox
+from agentrl.sandbox.base import ExecResult, Repeatable, Sandbox
 from agentrl.tasks import runner
+from agentrl.tasks.answer import NoAnswer, carry
 from agentrl.tasks.frameworks import PASSES, REPORTED, doubt, results_of, worst
 from agentrl.tasks.pytest_report import new_report
 from agentrl.tasks.restore import plan, put, put_back, untouched
@@ -24,18 +31,45 @@ _PICK_PYTHON = "python=python3; command -v python3 >/dev/null || python=python"
 
 
 async def grade(task: Task, sandbox: Sandbox, *, image: Path, timeout_s: float) -> Verdict:
-    """Run the tests of `task` on the sandbox's repository, after restoring the test files.
+    """Judge what an agent left in `sandbox`, which may be closed by that.
 
-    image: the task's untouched folder. A test that is not reported has failed; so have all when
-    the tests run out of time or cannot be put in place (a full disk, a folder closed to writing),
-    which is the policy's doing. Raises GradingError when they could not
-    start, SandboxLost.
+    image: the task's untouched folder. Raises GradingError, SandboxStartError, SandboxLost.
     """
     await sandbox.stop_processes()
+    if not isinstance(sandbox, Repeatable) or is_judged_in_place(task, sandbox):
+        return await judge(task, sandbox, image=image, timeout_s=timeout_s)
+    try:
+        fresh = await carry(task, sandbox, image)
+    except NoAnswer as why:
+        return _verdict(task, {}, str(why))
+    try:
+        return await judge(task, fresh, image=image, timeout_s=timeout_s)
+    finally:
+        await fresh.close()
+
+
+def is_judged_in_place(task: Task, sandbox: Repeatable) -> bool:
+    """Whether the agent's own sandbox is where the tests run."""
+    if task.verifier is not None:
+        return not task.verifier.is_fresh
+    return task.test_command == CHECK_COMMAND and not sandbox.is_system_writable
+
+
+async def judge(task: Task, sandbox: Sandbox, *, image: Path, timeout_s: float) -> Verdict:
+    """Run the tests of `task` on the sandbox's repository, after restoring the test files.
+
+    A test that is not reported has failed; so have all when the tests run out of time or cannot be
+    put in place (a full disk, a folder closed to writing), which is the policy's doing. Raises
+    GradingError when they could not start, SandboxLost.
+    """
     if task.verifier is not None:
         return await run_verifier(task, task.verifier, sandbox, timeout_s=timeout_s)
     run = _run_own if task.test_command == CHECK_COMMAND else _run_foreign
     results, log = await run(task, sandbox, image, timeout_s)
+    return _verdict(task, results, log)
+
+
+def _verdict(task: Task, results: Mapping[str, str], log: str) -> Verdict:
     wanted = (*task.fail_to_pass, *task.pass_to_pass)
     passed = tuple(name for name in wanted if results.get(name) in PASSES)
     failed = tuple(name for name in wanted if results.get(name) not in PASSES)

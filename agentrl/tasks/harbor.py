@@ -19,6 +19,7 @@ import msgspec
 
 from agentrl.errors import TaskError
 from agentrl.sandbox.base import TESTBED
+from agentrl.tasks.paths import within
 from agentrl.tasks.task import Task, Verifier
 from agentrl.tasks.verifier import rewrite
 
@@ -44,6 +45,7 @@ class _Environment(msgspec.Struct, frozen=True):
 class _Verifier(msgspec.Struct, frozen=True):
     timeout_sec: float = 600.0
     env: dict[str, str] = {}
+    environment_mode: str = "shared"
 
 
 class TaskToml(msgspec.Struct, frozen=True):
@@ -57,18 +59,21 @@ class TaskToml(msgspec.Struct, frozen=True):
     steps: list[Any] = []
 
 
-def read_harbor(folder: Path) -> list[Task]:
-    """Read the task folders of one split, in the order of their names. Raises TaskError."""
+def read_harbor(folder: Path, *, is_fresh: bool = True) -> list[Task]:
+    """Read the task folders of one split, in the order of their names. Raises TaskError.
+
+    is_fresh: their verifiers judge changes of the repository, in a fresh sandbox.
+    """
     found = sorted(path.parent for path in folder.glob("*/task.toml"))
     if not found:
         raise TaskError(
             f"tasks {folder}: no folder there has a task.toml; "
             "put Harbor's task folders of the split there, or set tasks.folder"
         )
-    return [read_task(path) for path in found]
+    return [read_task(path, is_fresh=is_fresh) for path in found]
 
 
-def read_task(folder: Path) -> Task:
+def read_task(folder: Path, *, is_fresh: bool = True) -> Task:
     """Read one task folder. Raises TaskError that names the file at fault."""
     for name in ("instruction.md", "tests/test.sh"):
         if not (folder / name).is_file():
@@ -79,6 +84,11 @@ def read_task(folder: Path) -> Task:
         raise TaskError(f"{folder / 'task.toml'}: not a task of Harbor: {error}") from error
     if about.steps:
         raise TaskError(f"{folder / 'task.toml'}: has steps; tasks of several steps are not taken")
+    if about.verifier.environment_mode != "shared":
+        raise TaskError(
+            f"{folder / 'task.toml'}: its verifier's environment_mode is "
+            f"{about.verifier.environment_mode!r}; only `shared`, Harbor's default, is taken"
+        )
     workdir = about.environment.workdir or _workdir(folder) or TESTBED
     return Task(
         instance_id=folder.name,
@@ -95,6 +105,7 @@ def read_task(folder: Path) -> Task:
             timeout_s=about.verifier.timeout_sec,
             env=about.verifier.env,
             workdir=workdir,
+            is_fresh=is_fresh,
         ),
         network=_network(about),
         difficulty=str(about.metadata.get("difficulty", "")),
@@ -103,13 +114,16 @@ def read_task(folder: Path) -> Task:
 
 
 def copy_environment(folder: Path, testbed: Path) -> None:
-    """Fill `testbed` as the task folder's COPY lines say. Raises TaskError without its source."""
+    """Fill `testbed` as the task folder's COPY lines say.
+
+    Raises TaskError where a source is not there, or a path leads out of either folder.
+    """
     environment = folder / "environment"
     testbed.mkdir(parents=True)
     for source, target in _copies(environment, _workdir(folder) or TESTBED):
-        if not source.exists():
+        if not within(environment, source).exists():
             raise TaskError(f"{environment / 'Dockerfile'}: COPY of {source}, which is not there")
-        place = testbed / target
+        place = within(testbed, target)
         if source.is_dir():
             shutil.copytree(source, place, symlinks=True, dirs_exist_ok=True)
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl.errors import TaskError
-from agentrl.tasks.patches import git
+from agentrl.tasks.patches import git, touched
 from agentrl.tasks.task import Task
 
 _IDENTITY = (
@@ -59,9 +59,13 @@ def lay_bug(task: Task, testbed: Path) -> None:
         _run(task, testbed, "apply", "--whitespace=nowarn", "-", given=task.patch)
 
 
-def made(image: Path, task: Task, fill: Callable[[Path], None]) -> Path:
+def made(
+    image: Path, task: Task, fill: Callable[[Path], None], *, with_ignored: bool = True
+) -> Path:
     """Make `image`/testbed by `fill(folder)` and commit what it holds, unless it is there.
 
+    with_ignored: all of it is the repository's. Else what git ignores, as an environment there or
+    what was built, is left out of the commit, but for files that the task's patches touch.
     Safe under several processes at once.
     """
     testbed = image / "testbed"
@@ -71,7 +75,7 @@ def made(image: Path, task: Task, fill: Callable[[Path], None]) -> Path:
     temporary = image / f".testbed.{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
     try:
         fill(temporary)
-        _commit(task, temporary)
+        _commit(task, temporary, with_ignored=with_ignored)
         temporary.rename(testbed)
     except OSError:
         if not testbed.is_dir():  # else another process was first, with the same files
@@ -89,9 +93,12 @@ def later_commits(repository: Path) -> int:
     return int(found.stdout) if found.returncode == 0 else 0
 
 
-def _commit(task: Task, testbed: Path) -> None:
+def _commit(task: Task, testbed: Path, *, with_ignored: bool) -> None:
     _run(task, testbed, "init", "-q", "-b", "main")
-    _run(task, testbed, "add", "-A", "--force")
+    _run(task, testbed, "add", "-A", *(["--force"] if with_ignored else []))
+    patches = "\n".join((task.patch, task.gold, task.test_patch))
+    if named := [path for path in touched(patches) if (testbed / path).is_file()]:
+        _run(task, testbed, "add", "--force", "--", *named)
     _run(task, testbed, *_IDENTITY, "commit", "-q", "--allow-empty", "-m", "Initial commit")
 
 

@@ -54,9 +54,10 @@ def load_split(config: TasksConfig, split: str, *, with_faults: bool = False) ->
             raise TaskError(f"split {split!r}: must be one of {', '.join(SPLITS)}")
         return [to_task(row) for row in read_rows(split_path(config, split))]
     if config.source == "harbor":
-        tasks = read_harbor(folder / split)
+        tasks = read_harbor(folder / split, is_fresh=config.fresh_verifier)
     else:
-        tasks = READERS[config.source](rows_file(folder, split), setup=config.test_setup)
+        path = rows_file(folder, split, dataset=config.dataset)
+        tasks = READERS[config.source](path, setup=config.test_setup)
     _refuse_twins(tasks, folder / split)
     if not with_faults:
         tasks = _without_faults(tasks, faults_file(config, split))

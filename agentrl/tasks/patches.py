@@ -20,8 +20,15 @@ _PATHS = re.compile(
 
 
 def touched(patch: str) -> tuple[str, ...]:
-    """Return the paths that a patch changes, makes, removes or renames, in order."""
-    return tuple(dict.fromkeys(found["same"] or found["one"] for found in _PATHS.finditer(patch)))
+    """Return the paths that a patch changes, makes, removes or renames, in order.
+
+    Raises TaskError for one that leads out of the repository.
+    """
+    paths = dict.fromkeys(found["same"] or found["one"] for found in _PATHS.finditer(patch))
+    for path in paths:
+        if path.startswith("/") or ".." in path.split("/"):
+            raise TaskError(f"a patch names {path}, outside of its repository: refused")
+    return tuple(paths)
 
 
 def applied(patch: str, files: Mapping[str, bytes]) -> dict[str, bytes | None]:

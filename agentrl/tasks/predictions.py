@@ -12,11 +12,12 @@ from typing import Any
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, GradingError, TaskError
 from agentrl.sandbox.base import SandboxProvider
+from agentrl.tasks.answer import apply_patch
 from agentrl.tasks.extract import extract
-from agentrl.tasks.grade import grade
+from agentrl.tasks.grade import judge
 from agentrl.tasks.load import image_folder
 from agentrl.tasks.task import Task
-from agentrl.tasks.validate import apply_gold, apply_patch, for_each
+from agentrl.tasks.validate import apply_gold, for_each
 
 GOLD = "gold"
 """In place of a file of predictions: each task's own fix."""
@@ -91,11 +92,11 @@ async def _grade(config: RunConfig, task: Task, provider: SandboxProvider, given
         if given == GOLD:
             await apply_gold(task, sandbox, timeout_s=limit)
         elif given != EMPTY:
-            done = await apply_patch(given, sandbox, timeout_s=limit)
+            done = await apply_patch(given.encode(), sandbox, timeout_s=limit)
             if done.exit_code:
                 why = f"the patch does not apply: {done.output.strip()[-300:]}"
                 return Graded(instance_id=task.instance_id, outcome="unresolved", detail=why)
-        verdict = await grade(task, sandbox, image=image, timeout_s=limit)
+        verdict = await judge(task, sandbox, image=image, timeout_s=limit)
     finally:
         await sandbox.close()
     return Graded(

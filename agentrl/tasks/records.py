@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +12,20 @@ from typing import Any, TypeVar
 import msgspec
 
 from agentrl.errors import TaskError
+from agentrl.handoff.publish import publish_bytes
 
 T_ = TypeVar("T_")
 ENDINGS = (".jsonl", ".parquet")
 
 
-def rows_file(folder: Path, split: str) -> Path:
-    """Return the file of a split. Raises TaskError when there is none, or more than one."""
+def rows_file(folder: Path, split: str, *, dataset: str = "") -> Path:
+    """Return the file of a split. Raises TaskError when there is none, or more than one.
+
+    dataset: where a split that is not there is fetched from, once.
+    """
     found = [path for ending in ENDINGS if (path := folder / f"{split}{ending}").is_file()]
+    if not found and dataset:
+        found = [fetch(dataset, split, folder / f"{split}.parquet")]
     if len(found) != 1:
         are = " and ".join(path.name for path in found) or "no such file"
         raise TaskError(
@@ -25,6 +33,24 @@ def rows_file(folder: Path, split: str) -> Path:
             "run `prepare`, set tasks.folder, or put one file of rows there"
         )
     return found[0]
+
+
+def fetch(dataset: str, split: str, target: Path) -> Path:
+    """Write a split of a data set as Parquet: a name on Hugging Face's hub, or a folder.
+
+    Raises TaskError in the words of `datasets`.
+    """
+    data = io.BytesIO()
+    try:
+        importlib.import_module("datasets").load_dataset(dataset, split=split).to_parquet(data)
+    except ImportError as error:
+        raise TaskError(
+            f"tasks.dataset={dataset}: {error}; `pip install datasets`, or put the rows in {target}"
+        ) from error
+    except Exception as error:  # its kinds have no root of their own
+        raise TaskError(f"tasks.dataset={dataset}, split {split}: {error}") from error
+    publish_bytes(target, data.getvalue())
+    return target
 
 
 def read_records(path: Path, kind: type[T_], form: str) -> list[T_]:

@@ -3,7 +3,7 @@
 Put back are the task's test files (its test patch applied), and each file that steers the runner:
 conftest.py, pytest.ini and the like, modules that would shadow the runner's own. Such a file of the
 agent's own making is removed, and so is what was compiled of them. What the task's fix itself
-touches is left to the agent. An environment that lies in the repository, as .venv, is not restored.
+touches is left to the agent.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from agentrl.errors import GradingError, SandboxLost, TaskError
 from agentrl.sandbox.base import Sandbox
 from agentrl.tasks.patches import applied, touched
+from agentrl.tasks.paths import within
 from agentrl.tasks.task import Task
 
 STEERING = (
@@ -86,10 +87,13 @@ def plan(task: Task, image: Path) -> Restoration:
 async def put_back(sandbox: Sandbox, wanted: Restoration, hidden: Mapping[str, bytes]) -> str:
     """Restore the sandbox's files; return why its own file system refused, else ''.
 
-    hidden: tests that are in place for grading only. Raises SandboxLost.
+    hidden: tests that are in place for grading only. Raises GradingError where the environment has
+    no `find`, SandboxLost.
     """
     command = _LIST.format(names=_any_of(STEERING), skipped=_any_of(SKIPPED))
     found = await sandbox.exec(command, timeout_s=TIMEOUT_S, max_bytes=_LIST_BYTES)
+    if found.exit_code == 127:  # the system is as the environment has it
+        raise GradingError(f"cannot list the repository's files: {found.output[-300:].strip()}")
     if found.exit_code or found.truncated:
         return f"cannot list the repository's files: {found.output[-300:]}"
     paths = [part.strip("\n").removeprefix("./") for part in found.output.split("\0")]
@@ -119,9 +123,11 @@ async def put(sandbox: Sandbox, path: str, data: bytes) -> str:
 
 def untouched(image: Path, name: str) -> bytes:
     """Return a file of the image. Raises GradingError when it is not there."""
-    path = image / "testbed" / name
     try:
+        path = within(image / "testbed", name)
         return path.read_bytes()
+    except TaskError as error:
+        raise GradingError(str(error)) from error
     except OSError as error:
         raise GradingError(f"test file {path}: {error.strerror}; is the image whole?") from error
 
@@ -133,11 +139,12 @@ def _plan(
     del instance_id  # part of the key: an image may be made anew under another task's name
     testbed = Path(image, "testbed")
     changed = touched(test_patch)
-    before = {path: (testbed / path).read_bytes() for path in changed if (testbed / path).is_file()}
+    there = [path for path in changed if within(testbed, path).is_file()]
+    before = {path: (testbed / path).read_bytes() for path in there}
     after = applied(test_patch, before) if test_patch else {}
     kept = {path: untouched(Path(image), path) for path in test_files if path not in after}
     spared = frozenset(touched(fix)) - set(after) - set(kept)
-    settings = {path: (testbed / path).read_bytes() for path in _steering(testbed)}
+    settings = {path: within(testbed, path).read_bytes() for path in _steering(testbed)}
     return Restoration(
         files=kept | {path: data for path, data in after.items() if data is not None},
         gone=tuple(path for path, data in after.items() if data is None),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from agentrl.errors import TaskError
 from agentrl.tasks.frameworks import PARSERS
 
+_PLAIN = re.compile(r"(?!\.)[\w.+@=,: -]+")
 Edit = tuple[int, str, str]
 """Line of the file, sed pattern, new text."""
 
@@ -22,6 +24,8 @@ class Verifier:
     env: Mapping[str, str]
     workdir: str
     """What the task calls the repository's root, as /app; here it is the testbed."""
+    is_fresh: bool = True
+    """Judges the changes of the repository in a fresh sandbox, not the agent's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +72,11 @@ class Task:
     """Wrong edits of the same family, for the expert's failing tries."""
 
     def __post_init__(self) -> None:
+        if not _PLAIN.fullmatch(self.instance_id):  # it names folders on this host
+            raise TaskError(
+                f"task {self.instance_id!r}: its id must be letters, digits and ._+@=,: - only, "
+                "with no dot first: rename it"
+            )
         if self.framework not in PARSERS:
             raise TaskError(
                 f"task {self.instance_id}: framework={self.framework!r}: must be one of "

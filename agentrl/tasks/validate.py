@@ -12,15 +12,14 @@ from typing import TypeVar
 
 from agentrl.config import RunConfig
 from agentrl.errors import GradingError, TaskError
-from agentrl.sandbox.base import ExecResult, Sandbox, SandboxProvider
-from agentrl.sandbox.lease import sweep
+from agentrl.sandbox.base import Sandbox, SandboxProvider
 from agentrl.sandbox.provider import open_provider
+from agentrl.tasks.answer import apply_patch
 from agentrl.tasks.extract import extract
-from agentrl.tasks.grade import grade
+from agentrl.tasks.grade import grade, judge
 from agentrl.tasks.images import later_commits
 from agentrl.tasks.load import image_folder
-from agentrl.tasks.restore import TMP
-from agentrl.tasks.task import Task
+from agentrl.tasks.task import Task, Verdict
 from agentrl.tasks.verifier import run_solution
 
 T_ = TypeVar("T_")
@@ -71,7 +70,6 @@ async def for_each(
     told: called at the end of each. What a body raises ends all, sandboxes closed.
     """
     leases = Path(config.tasks.folder) / "leases"
-    sweep(leases)
     number = config.rollout.concurrency
     slots = asyncio.Semaphore(number)
     provider = open_provider(config.sandbox, run=config.name, leases=leases, concurrency=number)
@@ -107,29 +105,47 @@ async def validate(
             "its own, where a fix may be read; make the image anew without them"
         )
     sandbox = await provider.start(image, owner=f"validate {task.instance_id}")
+
+    async def with_bug() -> Verdict:
+        return await judge(task, sandbox, image=image, timeout_s=timeout_s)
+
+    async def with_fix() -> Verdict:
+        return await _grade_fixed(task, provider, image, timeout_s)
+
     try:
-        passed, failed, log = await _graded(task, sandbox, image, timeout_s, repeats)
-        _refuse(task, "pass before any fix", passed & set(task.fail_to_pass))
-        _refuse(task, "fail before any fix", failed & set(task.pass_to_pass), log)
+        passed, failed, log = await _repeated(task, with_bug, repeats)
+    finally:
+        await sandbox.close()
+    _refuse(task, "pass before any fix", passed & set(task.fail_to_pass))
+    _refuse(task, "fail before any fix", failed & set(task.pass_to_pass), log)
+    _, failed, log = await _repeated(task, with_fix, repeats)
+    _refuse(task, "fail after the gold fix", failed, log)
+
+
+async def _grade_fixed(
+    task: Task, provider: SandboxProvider, image: Path, timeout_s: float
+) -> Verdict:
+    """Grade the gold fix as an agent's work is graded."""
+    sandbox = await provider.start(image, owner=f"validate {task.instance_id}")
+    try:
         await apply_gold(task, sandbox, timeout_s=timeout_s)
-        _, failed, log = await _graded(task, sandbox, image, timeout_s, repeats)
-        _refuse(task, "fail after the gold fix", failed, log)
+        return await grade(task, sandbox, image=image, timeout_s=timeout_s)
     finally:
         await sandbox.close()
 
 
-async def _graded(
-    task: Task, sandbox: Sandbox, image: Path, timeout_s: float, repeats: int
+async def _repeated(
+    task: Task, verdict: Callable[[], Awaitable[Verdict]], repeats: int
 ) -> tuple[set[str], set[str], str]:
     """Return what passed, what failed and the last log. Raises TaskError for what did either."""
     passed: set[str] = set()
     failed: set[str] = set()
     for _ in range(repeats):
-        verdict = await grade(task, sandbox, image=image, timeout_s=timeout_s)
-        passed |= set(verdict.passed)
-        failed |= set(verdict.failed)
+        found = await verdict()
+        passed |= set(found.passed)
+        failed |= set(found.failed)
     _refuse(task, f"are flaky over {repeats} runs", passed & failed)
-    return passed, failed, "" if passed else verdict.log
+    return passed, failed, "" if passed else found.log
 
 
 async def apply_gold(task: Task, sandbox: Sandbox, *, timeout_s: float) -> None:
@@ -138,26 +154,15 @@ async def apply_gold(task: Task, sandbox: Sandbox, *, timeout_s: float) -> None:
         done = await run_solution(task, sandbox, timeout_s=timeout_s)
         what = "its solve.sh fails"
     elif task.gold:
-        done = await apply_patch(task.gold, sandbox, timeout_s=timeout_s)
+        done = await apply_patch(task.gold.encode(), sandbox, timeout_s=timeout_s)
         what = "its gold patch does not apply"
     elif task.patch:
-        done = await apply_patch(task.patch, sandbox, timeout_s=timeout_s, reverse=True)
+        done = await apply_patch(task.patch.encode(), sandbox, timeout_s=timeout_s, reverse=True)
         what = "its patch does not apply in reverse"
     else:
         raise TaskError(f"task {task.instance_id}: has no fix to validate it with")
     if done.exit_code:
         raise TaskError(f"task {task.instance_id}: {what}: {done.output.strip()[-500:]}")
-
-
-async def apply_patch(
-    patch: str, sandbox: Sandbox, *, timeout_s: float, reverse: bool = False
-) -> ExecResult:
-    """Apply a patch in the sandbox's repository; a file, for no argument holds a long one."""
-    await sandbox.put("/tmp/given.patch", patch.encode())
-    way = "--reverse " if reverse else ""
-    return await sandbox.exec(
-        f"git apply --whitespace=nowarn {way}{TMP}/given.patch", timeout_s=timeout_s
-    )
 
 
 def _refuse(task: Task, fault: str, tests: set[str], log: str = "") -> None:
@@ -167,6 +172,8 @@ def _refuse(task: Task, fault: str, tests: set[str], log: str = "") -> None:
     hint = ""
     if task.network not in ("", "no-network"):
         hint = f" (it asks for the network {task.network!r}, and a sandbox has none)"
+    elif task.verifier and task.verifier.is_fresh and "after" in fault:
+        hint = " (where a fix is more than changes of the repository: tasks.fresh_verifier=false)"
     said = f"; its tests ended with {log.strip()[-300:]!r}" if log else ""
     raise TaskError(
         f"task {task.instance_id}: {len(tests)} tests {fault}, {', '.join(sorted(tests)[:5])}{hint}"

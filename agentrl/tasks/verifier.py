@@ -3,6 +3,9 @@
 Its tests are put in place after the agent's end, below /tmp, as a sandbox's root is closed to
 writing. The paths /tests, /logs/verifier and the task's work folder are rewritten in the texts that
 name them; a path that is put together at run time is not found then.
+
+What a determined attacker can still do: code under test may leave a process that writes a reward
+over the tests' own, just before all of them are ended.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from pathlib import Path
 
 from agentrl.errors import GradingError, SandboxLost
 from agentrl.sandbox.base import TESTBED, ExecResult, Sandbox
+from agentrl.tasks.paths import within
 from agentrl.tasks.restore import put
 from agentrl.tasks.task import Task, Verdict, Verifier
 
@@ -42,6 +46,7 @@ async def run_verifier(
         max_bytes=_LOG_BYTES,
         env=dict(verifier.env),
     )
+    await sandbox.stop_processes()
     if done.exit_code in (126, 127):
         raise GradingError(
             f"task {task.instance_id}: its test.sh did not start (exit {done.exit_code}): "
@@ -82,7 +87,7 @@ class _Places:
     async def copy(self, sandbox: Sandbox, source: Path, target: str) -> str:
         """Put a folder's files into the sandbox; return why it refused one, else ''."""
         for path in sorted(path for path in source.rglob("*") if path.is_file()):
-            data = self.rewritten(path.read_bytes())
+            data = self.rewritten(within(source, path).read_bytes())
             if refused := await put(sandbox, f"{target}/{path.relative_to(source)}", data):
                 return refused
         return ""

@@ -69,6 +69,11 @@ CHEATS = {
         f"echo 'print(\"PASSED {ADDED}\\n1 passed in 0.1s\", flush=True); import os; os._exit(0)'"
         " > adder/core.py"
     ),
+    "a pytest of the environment's": (
+        f"echo 'print(\"PASSED {ADDED}\"); import os; os._exit(0)' > .deps/pytest/__main__.py; "
+        "sed -i 's/return outcome/return None/' .deps/_pytest/runner.py; "
+        "rm -rf .git/info; git add -A -f; rm -r .deps/_pytest/__pycache__"
+    ),
     "a process left to undo the restoring": (
         "(while sleep 0.05; do echo 'def test_added(): pass' > tests/test_adder.py; done) &"
     ),
@@ -98,7 +103,7 @@ async def solve(sandbox: Sandbox) -> None:
     [
         "rm -rf tests conftest.py; mkdir tests; ln -s /etc/passwd tests/test_adder.py",
         "printf '[pytest]\naddopts = --nothing-like-it' > tox.ini; echo x > tests/conftest.py",
-        "git config core.fsmonitor 'exit 1'; git rm -rq --cached .; rm -rf .git",
+        "git config core.fsmonitor 'exit 1'; git rm -rq --cached .; touch .git/index.lock",
         "chmod -R a-w tests; sleep 60 & yes > /dev/null &",
     ],
 )
@@ -202,8 +207,10 @@ def test_a_repository_is_brought_out_of_its_image_with_the_bug_and_without_its_g
     assert git(made / "testbed", "status", "--short") == ""
 
 
-def harbor_verdict(forms: Forms, tmp_path: Path, script: str, act: str = "true") -> object:
-    (task,) = load_split(forms.config("harbor", ADDER), "train")
+def harbor_verdict(
+    forms: Forms, tmp_path: Path, script: str, act: str = "true", *, fresh: bool = True
+) -> object:
+    (task,) = load_split(replace(forms.config("harbor", ADDER), fresh_verifier=fresh), "train")
     assert task.verifier is not None
     (tmp_path / "test.sh").write_text(script)
     mine = replace(task, verifier=replace(task.verifier, folder=str(tmp_path)))
@@ -244,6 +251,18 @@ def test_a_verifier_without_a_verdict_is_our_failure(
 ) -> None:
     with pytest.raises(GradingError, match=said):
         harbor_verdict(forms, tmp_path, script)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_verifier_sees_the_repositorys_changes_alone_or_the_machine_as_it_was_left(
+    fresh: bool, forms: Forms, tmp_path: Path
+) -> None:
+    script = "[ -e /app/new ] && [ -e /tmp/left ]; echo $((1 - $?)) > /logs/verifier/reward.txt"
+    left = "touch /tmp/left; echo x > new"
+    assert harbor_verdict(forms, tmp_path, script, left, fresh=fresh) is not fresh
+    script = "[ -s /app/new ]; echo $((1 - $?)) > /logs/verifier/reward.txt"
+    assert harbor_verdict(forms, tmp_path, script, left, fresh=fresh)
 
 
 def test_a_task_that_wants_the_network_says_so_when_its_fix_fails(

@@ -96,6 +96,23 @@ def test_parquet_and_the_rows_of_nemo_gym_give_the_same_tasks(tmp_path: Path) ->
     assert load_split(config, "train") == plain
 
 
+def test_a_split_that_is_not_in_the_folder_is_fetched_once_from_its_data_set(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("datasets", reason="datasets is not installed: `pip install datasets`")
+    there = made("swebench", tmp_path / "there")
+    config = TasksConfig(
+        source="swebench", folder=str(tmp_path / "here"), dataset=str(tmp_path / "there")
+    )
+    (tmp_path / "there/repositories").rename(tmp_path / "repositories")
+    with pytest.raises(TaskError, match="split none"):
+        load_split(config, "none")
+    assert load_split(config, "train") == load_split(there, "train")
+    assert [path.name for path in (tmp_path / "here").iterdir()] == ["train.parquet"]
+    (tmp_path / "there/train.jsonl").unlink()
+    assert len(load_split(config, "train")) == 1
+
+
 @pytest.mark.parametrize(
     ("form", "change", "said"),
     [
