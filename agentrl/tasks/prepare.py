@@ -34,7 +34,7 @@ from agentrl.tasks.validate import validate_all
 
 log = logging.getLogger(__name__)
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-UNMADE = ("test_setup", "environment", "subset")
+UNMADE = ("dataset", "test_setup", "fresh_verifier", "environment", "subset")
 """Keys of tasks that are not made here."""
 GENERATOR = 4
 """Raised when the generator changes what a seed gives, so that older folders are made anew."""
@@ -52,7 +52,7 @@ def prepare(config: RunConfig) -> None:
     elif config.tasks.source == "harbor":
         load_split(config.tasks, "train")
     else:
-        rows_file(Path(config.tasks.folder), "train")
+        rows_file(Path(config.tasks.folder), "train", dataset=config.tasks.dataset)
     if config.model.init == "qwen3":
         _prepare_model(config)
     elif not (Path(config.model.path) / "config.json").is_file():

@@ -171,6 +171,7 @@ def test_prepare_makes_everything_once(odd_path: Path) -> None:
     counts = {"sft": 8, "train": 6, "held_out": 4, "unseen_sites": 3, "unseen_functions": 3}
     assert {split: len(load_split(config.tasks, split)) for split in counts} == counts
     files = {path: path.stat().st_mtime_ns for path in odd_path.rglob("*") if path.is_file()}
+    config.tasks.dataset, config.tasks.fresh_verifier = "of tasks made elsewhere", False
     prepare(config)
     assert {p: p.stat().st_mtime_ns for p in odd_path.rglob("*") if p.is_file()} == files
     config.tasks.held_out = 2
