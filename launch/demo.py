@@ -85,15 +85,15 @@ def stages(config: RunConfig, choice: list[str], *, control_attempts: int) -> li
     return [
         Stage(command="prepare", argv=tuple(choice)),
         Stage(command="sft", argv=tuple(choice), products=(run / "sft" / "model" / "config.json",)),
-        _evaluation(run, choice, "sft", run / "sft" / "model", control_attempts),
+        _evaluation(run, choice, "sft", control_attempts, model=run / "sft" / "model"),
         train,
-        _evaluation(run, choice, "rl", None, control_attempts),
+        _evaluation(run, choice, "rl", control_attempts),
         Stage(command="report", argv=(str(run),)),
     ]
 
 
 def _evaluation(
-    run: Path, choice: list[str], label: str, model: Path | None, control_attempts: int
+    run: Path, choice: list[str], label: str, control_attempts: int, *, model: Path | None = None
 ) -> Stage:
     wanted = [f"{one}:{control_attempts}" if one == CONTROL else one for one in EVALUATED]
     each = [word for one in wanted for word in ("--each", one)]

@@ -7,6 +7,7 @@ and in slurm.verdict, from the files of the run. Every answer is one line on sta
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from agentrl.errors import LaunchError
+from agentrl.errors import LaunchError, QueryError, SubmitError
 from agentrl.handoff.publish import publish_json
 from launch import cluster_run, network, submission
 from launch.attempt import ENDING, Attempt
@@ -39,6 +40,7 @@ ROLES = ("trainer", "inference")
 NETWORK_ERROR_BYTES = 2000
 RECORD_WAIT_S = 5.0
 """How long another node's exit record may take to show on this one."""
+log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,7 +165,7 @@ def decided(attempt: Attempt, ended: ExitRecord, *, asked: str) -> str:
     verdict = attempt.verdict(ended, who_asked(attempt.run, asked))
     if verdict.action in ENDING:
         if asked == "term":
-            verdict = after_term(verdict, states_of([attempt.job]).values())
+            verdict = after_term(verdict, states_now(attempt.job))
         attempt.close(verdict)
     sys.stderr.write(f"{verdict.action}: {verdict.reason}\n")
     if verdict.action == "requeue":
@@ -174,16 +176,24 @@ def decided(attempt: Attempt, ended: ExitRecord, *, asked: str) -> str:
 def exclusions(run: RunDir) -> list[str]:
     """Return Slurm's list of nodes that each component of the next life is kept from, if any.
 
-    The waiting jobs of a chain are told at once: they are not this job, and never requeued.
+    The waiting jobs of a chain are told at once: they are not this job, and never requeued. Where
+    Slurm does not listen they may get such a node, and go on all the same.
     """
     queued = submission.newest(run)
     config = run.config()
     found = cluster_run.exclusions(config, run, queued.number) if queued else []
     if found and queued and config.cluster.requeue == "chain":
-        for job, state in living(queued.jobs).items():
-            if state == "PENDING":
-                sbatch.exclude(job, found)
+        try:
+            _tell_chain(queued.jobs, found)
+        except (QueryError, SubmitError) as error:
+            log.warning("the chain's next job may run on %s: %s", ", ".join(found), error)
     return found
+
+
+def _tell_chain(jobs: Sequence[str], nodes: Sequence[str]) -> None:
+    for job, state in living(jobs).items():
+        if state == "PENDING":
+            sbatch.exclude(job, nodes)
 
 
 def who_asked(run: RunDir, asked: str) -> Asked:
@@ -191,6 +201,15 @@ def who_asked(run: RunDir, asked: str) -> Asked:
     if listed(run.stop_file):
         return "person"
     return ASKED[asked] if asked else ""
+
+
+def states_now(job: str) -> list[str]:
+    """Return the state of this very job, none where Slurm does not answer: its word then holds."""
+    try:
+        return list(states_of([job]).values())
+    except QueryError as error:
+        log.warning("job %s is left to Slurm, whose TERM came: %s", job, error)
+        return []
 
 
 def after_term(verdict: Verdict, states: Iterable[str]) -> Verdict:

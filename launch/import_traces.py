@@ -8,6 +8,7 @@ in the agent's own tool format and the model's tokens, and written to runs/NAME/
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from agentrl.handoff.trajectory import Group, Trajectory
 from agentrl.tasks.expert import CALL, FENCE
 from agentrl.tasks.open_traces import OpenTrace, TraceRow, Turn, Unconvertible, convert
 from agentrl.tasks.records import read_records
-from launch.command import add_overrides, parse, parser, say
+from launch.command import add_overrides, guard, parse, parser, say
 from launch.run_dir import settled
 from launch.train import check_model
 from slurm.exit_record import DONE
@@ -153,3 +154,7 @@ class Maker:
             content = self.prompts.observation(output, values)
             found.append(record.observation(content, output, action))
         return found
+
+
+if __name__ == "__main__":
+    sys.exit(guard(main))

@@ -37,7 +37,7 @@ def trainer_role(run_dir: str, attempt: int) -> int:
         address = network.address_of_trainer(RunDir(Path(run_dir)).attempt(attempt))
         return train(config, attempt=attempt, stop=stop, events=events, address=address)
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def inference_role(run_dir: str, attempt: int, node: int) -> int:
@@ -58,7 +58,7 @@ def inference_role(run_dir: str, attempt: int, node: int) -> int:
             )
         )
 
-    return play("inference", node, Path(run_dir), attempt, body)
+    return play("inference", body, run_dir=run_dir, attempt=attempt, node=node)
 
 
 def shares_here(config: RunConfig, attempt_dir: Path) -> tuple[EngineShare, ...]:
@@ -69,10 +69,10 @@ def shares_here(config: RunConfig, attempt_dir: Path) -> tuple[EngineShare, ...]
     return shares_of(engine, os.environ, vendor=vendor_of(engine), ephemeral=ephemeral_ports())
 
 
-def play(role: str, node: int, run_dir: Path, attempt: int, body: Body) -> int:
+def play(role: str, body: Body, *, run_dir: str, attempt: int, node: int = 0) -> int:
     """Run `body` as a role: its log, events, stop flag and exit record."""
     started = time.time()
-    run = RunDir(run_dir)
+    run = RunDir(Path(run_dir))
     folder = run.attempt(attempt)
     faulthandler.enable()
     logging.basicConfig(

@@ -37,13 +37,16 @@ def traces_role(config_path: str, folder: str, workers: int, node: int) -> Answe
     """Make this worker's share of sft.traces below `folder`; code 0, or 75 when asked to stop."""
 
     def body(stop: StopFlag, events: EventWriter) -> int:
-        return asyncio.run(_make(load(config_path), Path(folder), workers, node, stop, events))
+        work = _make(
+            load(config_path), Path(folder), node=node, workers=workers, stop=stop, events=events
+        )
+        return asyncio.run(work)
 
     return errand(Path(folder) / "events", "sft", node, body)
 
 
 async def _make(
-    config: RunConfig, folder: Path, workers: int, node: int, stop: StopFlag, events: EventWriter
+    config: RunConfig, folder: Path, *, node: int, workers: int, stop: StopFlag, events: EventWriter
 ) -> int:
     tasks = load_split(config.tasks, SPLITS.get(config.tasks.source, "train"))
     writer = SpoolWriter(folder / "traces", node)
@@ -55,7 +58,7 @@ async def _make(
         for number in range(node, files_wanted(config.sft.traces), workers):
             if number in there:
                 continue
-            found = await _make_file(shop, config, tasks, number, stop)
+            found = await _make_file(shop, tasks, number, stop)
             if stop():
                 return SAVED
             writer.write(Group(draw=number, task_id="traces", trajectories=tuple(found)))
@@ -67,10 +70,10 @@ def files_wanted(traces: int) -> int:
 
 
 async def _make_file(
-    shop: Workshop, config: RunConfig, tasks: list[Task], number: int, stop: StopFlag
+    shop: Workshop, tasks: list[Task], number: int, stop: StopFlag
 ) -> list[Trajectory]:
     """Make one file's traces, CONCURRENCY at a time, without those that infrastructure lost."""
-    wanted = iter(_wanted(config, tasks, number))
+    wanted = iter(_wanted(shop.config, tasks, number))
     found: list[Trajectory] = []
 
     async def work() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, TooManyInfraFailures
@@ -44,7 +43,7 @@ def finishes(run_dir: str, attempt: int) -> int:
         )
         return 0
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def saves_when_asked(run_dir: str, attempt: int) -> int:
@@ -54,7 +53,7 @@ def saves_when_asked(run_dir: str, attempt: int) -> int:
         checkpoint(config, 3)
         return 75
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def is_killed_once(run_dir: str, attempt: int) -> int:
@@ -64,7 +63,7 @@ def is_killed_once(run_dir: str, attempt: int) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def is_always_killed(run_dir: str, attempt: int) -> int:
@@ -72,21 +71,21 @@ def is_always_killed(run_dir: str, attempt: int) -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def crashes(run_dir: str, attempt: int) -> int:
     def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
         raise ZeroDivisionError("a bug")
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def is_misconfigured(run_dir: str, attempt: int) -> int:
     def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
         raise ConfigError("model.path=x: no such folder")
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def hangs(run_dir: str, attempt: int) -> int:
@@ -97,7 +96,7 @@ def hangs(run_dir: str, attempt: int) -> int:
         time.sleep(600)
         return 0
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def serves(run_dir: str, attempt: int, node: int) -> int:
@@ -105,14 +104,14 @@ def serves(run_dir: str, attempt: int, node: int) -> int:
         wait_for(stop)
         return 0
 
-    return play("inference", node, Path(run_dir), attempt, body)
+    return play("inference", body, run_dir=run_dir, attempt=attempt, node=node)
 
 
 def has_too_many_failures(run_dir: str, attempt: int, node: int) -> int:
     def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
         raise TooManyInfraFailures("sandbox_start 36 of 40")
 
-    return play("inference", node, Path(run_dir), attempt, body)
+    return play("inference", body, run_dir=run_dir, attempt=attempt, node=node)
 
 
 def launch(run_dir: str, trainer: str, inference: str = "serves") -> int:

@@ -54,8 +54,11 @@ def test_an_inference_node_starts_its_engines_without_importing_torch_itself() -
     assert done.stdout == "set()\n"
 
 
-def test_every_command_is_a_module_with_a_main() -> None:
-    assert all(callable(importlib.import_module(f"launch.{name}").main) for name in cli.COMMANDS)
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_is_a_module_that_runs_by_itself(name: str) -> None:
+    module = importlib.import_module(f"launch.{name}")
+    assert callable(module.main)
+    assert Path(str(module.__file__)).read_text().endswith("\n    sys.exit(guard(main))\n")
 
 
 def test_an_unknown_command_names_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:

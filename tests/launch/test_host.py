@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from slurm import exit_record, ledger
 from slurm.exit_record import ExitRecord
 from slurm.verdict import Verdict
 
+Fake = Callable[..., Path]
 JOB = {"SLURM_JOB_ID": "7"}
 HOSTS = {"trainer": ["trn0"], "inference": ["inf0", "inf1", "inf2"]}
 
@@ -113,6 +115,17 @@ def test_a_job_that_slurm_is_ending_is_not_requeued_by_us(
 ) -> None:
     verdict = Verdict(action="requeue" if action == "requeue" else "stop", reason="saved")
     assert after_term(verdict, states).action == then
+
+
+def test_a_job_of_which_slurm_says_nothing_is_left_to_slurm_and_has_its_line(
+    run: RunDir, fake_program: Fake
+) -> None:
+    fake_program("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    begin(run, 1, "started", job())
+    checkpoint(run, 2)
+    saved = end("trainer", 75, "saved", step=2)
+    assert decided(Attempt.of(run, 1), saved, asked="term") == "gone"
+    assert [line.action for line in ledger.read(run.path)] == ["gone"]
 
 
 def test_a_refused_network_is_told_with_its_evidence(run: RunDir) -> None:

@@ -90,6 +90,13 @@ def test_the_waiting_jobs_of_a_chain_are_told_at_once(odd_path: Path, fake_progr
     fake_program("sbatch", "exit 0")
     fake_program("squeue", "echo '7|7|RUNNING|n0|all|1:00|None'; echo '8|8|PENDING||all|1:00|None'")
     steered = fake_program("scontrol", "exit 0")
-    decided(Attempt.of(run, 1), SAVED, asked="limit")
+    assert decided(Attempt.of(run, 1), SAVED, asked="limit") == "requeue n2 n2"
     calls = [f"scontrol\nupdate\nJobId=8+{part}\nExcNodeList=n2\n" for part in (0, 1)]
     assert steered.read_text() == "".join(calls)
+
+
+def test_a_chain_that_cannot_be_told_goes_on(odd_path: Path, fake_program: Fake) -> None:
+    run = made(odd_path, ClusterConfig(name="lab", requeue="chain"))
+    fake_program("sbatch", "exit 0")
+    fake_program("squeue", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    assert decided(Attempt.of(run, 1), SAVED, asked="limit").startswith("requeue")

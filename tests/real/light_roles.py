@@ -6,6 +6,8 @@ role meets it at step AT (the file's second word) and, unless a third word says 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import time
@@ -13,6 +15,7 @@ from pathlib import Path
 
 from agentrl.config import RunConfig
 from agentrl.events import EventWriter, Step, now
+from agentrl.handoff.publish import publish_bytes
 from launch.roles import play
 from launch.run_dir import RunDir
 from launch.signals import StopFlag
@@ -39,7 +42,7 @@ def trainer_role(run_dir: str, attempt: int) -> int:
         (run.path / f"done-{attempt}").touch()
         return 0
 
-    return play("trainer", 0, Path(run_dir), attempt, body)
+    return play("trainer", body, run_dir=run_dir, attempt=attempt)
 
 
 def inference_role(run_dir: str, attempt: int, node: int) -> int:
@@ -55,7 +58,7 @@ def inference_role(run_dir: str, attempt: int, node: int) -> int:
                 return 0
         raise TimeoutError("the trainer never ended")
 
-    return play("inference", node, Path(run_dir), attempt, body)
+    return play("inference", body, run_dir=run_dir, attempt=attempt, node=node)
 
 
 def pause(stop: StopFlag, seconds: float) -> bool:
@@ -66,8 +69,16 @@ def pause(stop: StopFlag, seconds: float) -> bool:
 
 
 def save(run: RunDir, step: int) -> None:
-    if step:
-        (run.path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
+    """Publish a checkpoint that `agentrl audit` reads: step N has trained draw N - 1."""
+    target = run.path / "checkpoints" / f"step-{step:06d}"
+    if not step or target.exists():
+        return
+    draft = target.with_name(f"{target.name}.tmp-{os.getpid()}")
+    consumed = json.dumps({"trained": [[0, step - 1]]}).encode()
+    entry = {"size": len(consumed), "sha256": hashlib.sha256(consumed).hexdigest()}
+    publish_bytes(draft / "consumed.json", consumed)
+    publish_bytes(draft / "manifest.json", json.dumps({"files": {"consumed.json": entry}}).encode())
+    draft.rename(target)
 
 
 def fail(run: Path, task: str, step: int) -> None:
