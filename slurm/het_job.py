@@ -7,14 +7,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from submitit.core import core, utils
+from submitit.core import core
 
 from agentrl.errors import QueryError
 from slurm import sbatch, states
-from slurm.outcomes import Outcomes, Task, joined, tail
+from slurm.outcomes import Task, joined, tail
+from slurm.role_job import RoleJob
 from slurm.states import JobState
 from slurm.task import Submission
 
@@ -77,7 +77,7 @@ class HetInfoWatcher(core.InfoWatcher):
         self.jobs = {}
 
 
-class HetSlurmJob(core.Job[Any]):
+class HetSlurmJob(RoleJob):
     """A heterogeneous job, or one with its roles dealt over one allocation."""
 
     def __init__(
@@ -88,10 +88,8 @@ class HetSlurmJob(core.Job[Any]):
         watcher: HetInfoWatcher | None = None,
     ) -> None:
         """folder: this job's own, which holds its submission, script, logs and results."""
-        self._folder = Path(folder)
-        self._left = Outcomes(folder=self._folder, submission=submission)
         self._watcher = watcher or HetInfoWatcher()
-        super().__init__(folder, job_id)
+        super().__init__(folder, job_id, submission)
 
     @classmethod
     def load(cls, folder: Path | str, job_id: str) -> HetSlurmJob:
@@ -107,19 +105,6 @@ class HetSlurmJob(core.Job[Any]):
     @property
     def folder(self) -> Path:
         return self._folder
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """Tasks by role."""
-        return self._left.roles
-
-    @property
-    def tasks(self) -> list[Task]:
-        return self._left.tasks
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self.tasks)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -196,35 +181,8 @@ class HetSlurmJob(core.Job[Any]):
 
     # -- what came out ------------------------------------------------------------------------
 
-    def results(self) -> dict[str, list[Any]]:  # type: ignore[override]  # by role
-        """Wait, and return each role's results, a list in the order of its tasks.
-
-        Raises the first role's FailedJobError (its traceback) or UncompletedJobError (no result).
-        """
-        return self._left.results(self.exceptions())
-
-    def result(self) -> dict[str, list[Any]]:
-        return self.results()
-
-    def exceptions(self) -> dict[Task, utils.UncompletedJobError]:
-        """Wait, and return the errors by role and task; empty when all went well."""
-        self.wait()
-        return self._left.errors(self.job_id, self._unfinished)
-
-    def exception(self) -> utils.UncompletedJobError | None:
-        """Wait, and return the first error in the order of the roles, or None."""
-        return next(iter(self.exceptions().values()), None)
-
     def log_path(self, role: str, task: int = 0, stream: str = "out") -> Path:
         return self._folder / "logs" / f"{role}-{task}.{stream}"
-
-    def stdout(self, role: str | None = None, task: int = 0) -> str | None:
-        """Return one task's output, or with no role that of all; None before there is any."""
-        return self._log("out", role, task)
-
-    def stderr(self, role: str | None = None, task: int = 0) -> str | None:
-        """Return one task's error output, or with no role that of all."""
-        return self._log("err", role, task)
 
     def batch_log(self) -> str:
         """Return what the batch script and its sruns have said."""
@@ -233,10 +191,6 @@ class HetSlurmJob(core.Job[Any]):
     @property
     def _batch_log(self) -> Path:
         return self._folder / "batch.log"
-
-    def _log(self, stream: str, role: str | None, task: int) -> str | None:
-        tasks = self.tasks if role is None else [(role, task)]
-        return joined(self.log_path(*one, stream) for one in tasks)
 
     def _missing(self) -> list[Task]:
         names = set(os.listdir(self._folder))

@@ -31,44 +31,30 @@ from submitit.core import core, utils
 
 from agentrl.errors import LaunchError
 from slurm.files import publish
-from slurm.outcomes import Outcomes, Task, joined, tail
+from slurm.outcomes import Task, tail
 from slurm.reference import refer
+from slurm.role_job import RoleJob
 from slurm.states import worst
 from slurm.task import KILL_NOW, MARK, RoleSpec, Submission, kill_marked
 
 KILL_WAIT_S = 10.0
 
 
-class HetLocalJob(core.Job[Any]):
-    """A job whose results, errors and logs come by role."""
+class HetLocalJob(RoleJob):
+    """A job whose tasks are processes of this one, a task being a node's role."""
 
     def __init__(self, folder: Path, submission: Submission, logs: Path | None = None) -> None:
-        self._left = Outcomes(folder=Path(folder), submission=submission)
         self._logs = logs
         self._processes: dict[Task, subprocess.Popen[bytes]] = {}
         self._marks: dict[Task, str] = {}
         self._cancelled: set[Task] = set()
-        self._folder = Path(folder)
-        super().__init__(folder, submission.job_id)
+        super().__init__(folder, submission.job_id, submission)
 
     @classmethod
     def load(cls, folder: Path, job_id: str, logs: Path | None = None) -> HetLocalJob:
         """Open a job of an earlier process, to read its results."""
         data = (Path(folder) / f"{job_id}_submission.json").read_bytes()
         return cls(folder, msgspec.json.decode(data, type=Submission), logs)
-
-    @property
-    def roles(self) -> dict[str, int]:
-        """Nodes by role."""
-        return self._left.roles
-
-    @property
-    def tasks(self) -> list[Task]:
-        return self._left.tasks
-
-    @property
-    def num_tasks(self) -> int:
-        return len(self.tasks)
 
     # -- life ---------------------------------------------------------------------------------
 
@@ -185,46 +171,15 @@ class HetLocalJob(core.Job[Any]):
 
     # -- what came out ------------------------------------------------------------------------
 
-    def results(self) -> dict[str, list[Any]]:  # type: ignore[override]  # by role
-        """Wait, and return each role's results, a list in the order of its nodes.
-
-        Raises the first role's FailedJobError (its traceback) or UncompletedJobError (no result).
-        """
-        return self._left.results(self.exceptions())
-
-    def result(self) -> dict[str, list[Any]]:
-        return self.results()
-
-    def exceptions(self) -> dict[Task, utils.UncompletedJobError]:
-        """Wait, and return the errors by role and node; empty when all went well."""
-        self.wait()
-        return self._left.errors(self.job_id, self._unfinished)
-
-    def exception(self) -> utils.UncompletedJobError | None:
-        """Wait, and return the first error in the order of the roles, or None."""
-        return next(iter(self.exceptions().values()), None)
-
     def answer(self, role: str, node: int = 0) -> dict[str, Any]:
         """Return one task's result without waiting, if it is a dict; else an empty one."""
         outcome, value = self._left.of((role, node))
         return value if outcome == "success" and isinstance(value, dict) else {}
 
-    def log_path(self, role: str, node: int = 0, stream: str = "out") -> Path:
+    def log_path(self, role: str, task: int = 0, stream: str = "out") -> Path:
         if self._logs is not None:
-            return self._logs / f"{role}-{node}.{stream}"
-        return self._folder / f"{self.job_id}_{role}-{node}_log.{stream}"
-
-    def stdout(self, role: str | None = None, node: int = 0) -> str | None:
-        """Return one task's output, or with no role that of all; None before there is any."""
-        return self._log("out", role, node)
-
-    def stderr(self, role: str | None = None, node: int = 0) -> str | None:
-        """Return one task's error output, or with no role that of all."""
-        return self._log("err", role, node)
-
-    def _log(self, stream: str, role: str | None, node: int) -> str | None:
-        tasks = self.tasks if role is None else [(role, node)]
-        return joined(self.log_path(*task, stream) for task in tasks)
+            return self._logs / f"{role}-{task}.{stream}"
+        return self._folder / f"{self.job_id}_{role}-{task}_log.{stream}"
 
     def _unfinished(self, task: Task) -> str:
         code = self._processes[task].poll() if task in self._processes else None

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from agentrl.errors import SubmitError
+from agentrl.errors import AgentRLError, SubmitError
 
 LEAKS = re.compile(r"(SLURMD?|SBATCH|SRUN|SALLOC|SACCT|SQUEUE|SCANCEL|SCONTROL|PMIX|PMI|PALS)_")
 KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
@@ -99,25 +99,35 @@ def _depends(dependency: str) -> list[str]:
 
 
 def _run(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    done = call(words, error=SubmitError, timeout_s=TIMEOUT_S)
+    if done.returncode:
+        raise SubmitError(f"{' '.join(words)} exited {done.returncode}: {done.stderr.strip()}")
+    return done
+
+
+def call(
+    words: Sequence[str], *, error: type[AgentRLError], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm's as from a shell outside any job, whatever it exits with.
+
+    Raises `error` where it is missing or does not answer.
+    """
     what = " ".join(words)
     try:
-        done = subprocess.run(
+        return subprocess.run(
             words,
             capture_output=True,
             text=True,
             env=scrubbed_environment(os.environ),
-            timeout=TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
             stdin=subprocess.DEVNULL,
         )
-    except FileNotFoundError as error:
-        raise SubmitError(
+    except FileNotFoundError as missing:
+        raise error(
             f"{what}: no {words[0]} on PATH; run it where Slurm's commands are, on a login node"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise SubmitError(
-            f"{what}: no answer within {TIMEOUT_S:g} s; is slurmctld up? (sinfo tells)"
-        ) from error
-    if done.returncode:
-        raise SubmitError(f"{what} exited {done.returncode}: {done.stderr.strip()}")
-    return done
+        ) from missing
+    except subprocess.TimeoutExpired as silence:
+        raise error(
+            f"{what}: no answer within {timeout_s:g} s; is slurmctld up? (sinfo tells)"
+        ) from silence

@@ -6,7 +6,6 @@ as an end; nor is silence: a job that nobody knows is left out, and its own resu
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -14,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import QueryError
-from slurm.sbatch import scrubbed_environment
+from slurm.sbatch import call
 
 LIVE = (
     "RUNNING",
@@ -212,17 +211,4 @@ def _sacct(job_ids: Sequence[str]) -> str:
 
 
 def _ask(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            env=scrubbed_environment(os.environ),
-            timeout=TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError as error:
-        raise QueryError(f"no {words[0]} on PATH; ask where Slurm's commands are") from error
-    except subprocess.TimeoutExpired as error:
-        raise QueryError(f"{words[0]}: no answer within {TIMEOUT_S:g} s") from error
+    return call(words, error=QueryError, timeout_s=TIMEOUT_S)

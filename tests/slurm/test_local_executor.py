@@ -131,6 +131,7 @@ def test_nothing_runs_on_once_the_launcher_is_killed(tmp_path: Path) -> None:
         pids = pids_in(tmp_path)
         launcher.kill()
     until(lambda: not any(is_alive(pid) for pid in pids), "the roles' end")
+    assert not list(tmp_path.glob("*_result.json"))
 
 
 @pytest.mark.parametrize(
