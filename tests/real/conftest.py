@@ -10,14 +10,18 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from lab_run import command_lines
 
-from agentrl.errors import ClusterError
+from agentrl.errors import ClusterError, WaitTimeout
 from slurm import lab_host
 from slurm.lab import Lab
 from slurm.lab_process import wait_for
 
 RESTORE_S = 150.0
+LEAVE_S = 60.0
+"""Until what ended jobs have left on a node is gone: Slurm's own step daemons take a moment."""
 
 
 def needs(*, accounting: bool = False) -> None:
@@ -85,7 +89,7 @@ def _restored(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def restore(lab: Lab) -> None:
-    """Cancel all jobs, start what was killed, and wait until every node is idle."""
+    """Cancel all jobs, start what was killed, wait until every node is idle and has no strays."""
     lab.run(["scancel", "--user=root"], check=False)
     off = {node.name for node in lab.nodes} - set(lab.daemons.living())
     for name in sorted(off):
@@ -96,3 +100,14 @@ def restore(lab: Lab) -> None:
         return not queue and set(lab.states().values()) == {"idle"}
 
     wait_for(is_restored, RESTORE_S, "an idle cluster after the test")
+    with contextlib.suppress(WaitTimeout):
+        wait_for(lambda: not strays(lab), LEAVE_S, "nodes without strays")
+    assert strays(lab) == []
+
+
+def strays(lab: Lab) -> list[str]:
+    """Return the command lines of what runs on the nodes, sandboxes too, beside their slurmd."""
+    inits = [one.pid for name, one in lab.daemons.living().items() if name.endswith(".init")]
+    pids = {one.pid for init in inits for one in psutil.Process(init).children(recursive=True)}
+    lines = command_lines().items()
+    return [" ".join(words) for pid, words in lines if pid in pids and words[:1] != ["slurmd"]]

@@ -6,10 +6,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from agentrl import events
+from agentrl.audit import audit
 from launch.run_dir import RunDir
 from slurm import ledger, states
 from slurm.lab import Lab
@@ -19,6 +21,8 @@ from slurm.ledger import LedgerLine
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATIENCE_S = 240.0
+ROLES_DONE = dict.fromkeys(["trainer-0", "inference-0", "inference-1", "inference-2"], "done")
+"""What `causes` returns of a run of 3+1 nodes that went well."""
 CONFIG = """\
 name: light
 cluster: lab
@@ -108,6 +112,15 @@ class LabRun:
         found = events.read_folder(folder) if folder.is_dir() else []
         return [one.step for one in found if isinstance(one, events.Step)]
 
+    def causes(self, attempt: int) -> dict[str, str]:
+        """Return why each role of an attempt ended, by ROLE-NODE, in its own words."""
+        records = (self.run.attempt(attempt) / "exit").glob("*.json")
+        return {path.stem: json.loads(path.read_bytes())["cause"] for path in records}
+
+    def skipped(self) -> list[tuple[int, int]]:
+        """Return the pairs of steps, one taken after the other, between which one is missing."""
+        return [(one, after) for one, after in pairwise([0, *self.steps()]) if after > one + 1]
+
     def fault(self, task: str, text: str) -> None:
         """Have a light role fail: `3 4` exits 3 at step 4, `kill 0 always` dies at every start."""
         path = self.run.path / "FAULTS" / task
@@ -139,12 +152,17 @@ class LabRun:
         self.until(lambda: self.run.checkpoint_step() >= step, f"checkpoint {step}", limit_s)
 
     def finish(self, limit_s: float = PATIENCE_S) -> LedgerLine:
-        """Wait until no job of the run lives; return the last line of the ledger."""
+        """Wait until no job of the run lives; return the last line of the ledger.
+
+        Whatever the run met, nothing of it is left, its audit is clean, and no step is missing.
+        """
         self.until(
             lambda: all(self.state(job) in states.ENDED for job in self.jobs), "end", limit_s
         )
         assert self.leftovers() == []
         assert self.ledger(), self.log()
+        assert audit(self.run.path).problems == []
+        assert self.skipped() == []
         return self.ledger()[-1]
 
     def leftovers(self) -> list[str]:

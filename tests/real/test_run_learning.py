@@ -7,7 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from lab_run import LabRun
+from lab_run import ROLES_DONE, LabRun
 
 from benchmarks.tiny_run import model_of, prepared
 from slurm.lab import Lab
@@ -41,6 +41,7 @@ def test_the_demo_runs_to_its_end_on_three_inference_nodes_and_a_trainer_node(
     last = run.finish(limit_s=LONG_S)
     assert (last.action, last.step_end) == ("done", 6)
     assert run.steps() == [1, 2, 3, 4, 5, 6]
+    assert run.causes(1) == ROLES_DONE
     assert is_clean(run)
     assert set(run.status()["engines"]) == {"0/engine-0", "1/engine-0", "2/engine-0"}
 

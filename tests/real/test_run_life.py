@@ -8,11 +8,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from lab_run import LabRun
+from lab_run import ROLES_DONE, LabRun
 
 from agentrl.events import Network, read_folder
 from launch.network import host_of
-from slurm import exit_record
 from slurm.files import publish
 from slurm.lab import Lab
 
@@ -30,8 +29,7 @@ def test_a_run_ends_with_results_by_role(run: LabRun) -> None:
     run.train("training.steps=4", "rollout.nodes=3")
     last = run.finish()
     assert (last.action, last.code, last.step_end, last.job) == ("done", 0, 4, run.job)
-    records = [exit_record.read(run.run.attempt(1), "inference", node) for node in range(3)]
-    assert [one.cause for one in records if one] == ["done"] * 3
+    assert run.causes(1) == ROLES_DONE
     assert run.state() == "COMPLETED"
     assert run.status()["state"] == "done"
     told = [one for one in read_folder(run.run.path / "events") if isinstance(one, Network)]
@@ -76,8 +74,10 @@ def test_a_run_is_saved_ahead_of_its_limit_and_requeued_until_it_is_done(run: La
     assert {line.job for line in run.ledger()} == {run.job}
     assert last.began == run.ledger()[-2].ended
     log = (run.run.path / "submissions" / "0001" / "host.log").read_text()
-    assert "restart 0" in log  # the log of the first life is kept
-    assert "restart 1" in log
+    for life, number in enumerate(run.run.attempts()):  # no log is truncated by the next life
+        told = (run.run.attempt(number) / "logs" / "trainer-0.err").read_text()
+        assert f"restart {life}" in log
+        assert (f"attempt {number} of run" in told, "ends with code" in told) == (True, True)
 
 
 def test_the_next_life_of_a_run_stays_away_from_a_node_that_a_role_called_suspect(
