@@ -110,11 +110,15 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
 
 
 def check_experts(body: nn.Module, layers: int) -> None:
-    """Refuse a mixture that was not built of these: another's loop would be silent, and slow."""
-    found = sum(isinstance(module, GroupedExperts) for module in body.modules())
+    """Refuse a mixture built of another's experts: a loop over them would be silent, and slow."""
+    found = sum(_is_grouped(module) for module in body.modules())
     if found != layers:
         raise ConfigError(
-            f"megatron-core built {layers - found} of {layers} layers without GroupedExperts, so "
-            "with a loop over experts; this version of it takes the layer's parts from elsewhere: "
+            f"megatron-core built {layers - found} of {layers} layers without grouped experts, so "
+            "with a loop over them; this version of it takes the layer's parts from elsewhere: "
             "pip install 'megatron-core>=0.16.1,<0.20'"
         )
+
+
+def _is_grouped(module: nn.Module) -> bool:
+    return isinstance(module, GroupedExperts) or type(module).__name__ == "TEGroupedMLP"

@@ -310,7 +310,7 @@ class _Trainer:
             ranks=training.ranks,
             limit_s=training.checkpoint_timeout_s,
         )
-        with quiet(self.weights):
+        with quiet(self.weights, longest_s=training.checkpoint_timeout_s):
             checkpoint.complete(temporary, state, files, self.events)
         return state.consumed.keys()
 

@@ -125,8 +125,7 @@ class MegatronBackend:
         megatron_config, body = make_body(
             self.shape, hf, layout, dtype=dtype, recomputes=self.config.recompute == "layers"
         )
-        if layout.spec == "local":
-            check_experts(body, self.shape.layers if self.shape.experts else 0)
+        check_experts(body, self.shape.layers if self.shape.experts else 0)
         policy = MegatronPolicy(
             megatron_config, body, self.shape.vocabulary, config.agent.temperature
         )

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 END_S = 60.0
 """Longest that a follower may take to leave once told to."""
 SLACK_S = 600.0
-"""Beyond the longest wait for groups: checkpointing, publishing."""
+"""Beyond the longest waits, for groups and for a checkpoint: publishing."""
 
 
 CPU = torch.device("cpu")
@@ -186,7 +186,9 @@ def _open(store: Store, rank: int, size: int, device: torch.device, config: RunC
 
 
 def _patience(config: RunConfig) -> datetime.timedelta:
-    return datetime.timedelta(seconds=config.training.wait_timeout_s + SLACK_S)
+    training = config.training
+    longest = training.wait_timeout_s + training.checkpoint_timeout_s + SLACK_S
+    return datetime.timedelta(seconds=longest)
 
 
 def from_text(text: str) -> Tensor:

@@ -128,7 +128,7 @@ def run_ranks(folder: Path, work: str, size: int, *extra: str) -> None:
         for rank in range(size)
     ]
     try:
-        endings = [rank.communicate(timeout=240) for rank in ranks]
+        endings = [rank.communicate(timeout=900) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

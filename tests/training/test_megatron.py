@@ -11,6 +11,7 @@ from megatron_ranks import CASES, RUN, make_family
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1000),  # of the one fixture: six cases in two processes
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
         reason="megatron-core is not installed: pip install 'megatron-core>=0.16.1,<0.20'",
