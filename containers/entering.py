@@ -58,6 +58,9 @@ class Container:
     """What a role's exec line depends on."""
 
     image: str
+    size: int = 0
+    """Bytes of the image when the job was queued: later lives of the job refuse another file, which
+    may have taken its name. 0 does not look."""
     gpu: str = "none"
     """A key of GPU_FLAGS: the image's own label."""
     folder: str
@@ -103,6 +106,7 @@ def enter_script(container: Container, mark: str) -> str:
             '    echo "scratch $home on $HOSTNAME: not a folder of yours; set cluster.scratch" >&2',
             "    exit 2",
             "fi",
+            *_same_image(container),
             *SHIELD,
             *_broken("crosses=(", crossing_patterns(container), ")"),
             "for name in $(compgen -e); do",
@@ -113,6 +117,20 @@ def enter_script(container: Container, mark: str) -> str:
             *_broken("exec ", _quoted(exec_line(container)), ' role "$@"', joint=" \\"),
         ]
     )
+
+
+def _same_image(container: Container) -> list[str]:
+    """Return the refusal of another file under the image's name, by its size: a copy on a node's
+    own disk has a time of its own, and to hash one takes a minute."""
+    if not container.size:
+        return []
+    return [
+        f"image={shlex.quote(container.image)}",
+        f'if [[ $(stat -Lc %s "$image") != {container.size} ]]; then',
+        '    echo "image $image on $HOSTNAME: not the file that this job was queued with" >&2',
+        "    exit 2",
+        "fi",
+    ]
 
 
 def exec_line(container: Container) -> list[str]:

@@ -5,6 +5,11 @@ if ! mkdir -p -m 700 "$home" || ! [[ -O $home ]]; then
     echo "scratch $home on $HOSTNAME: not a folder of yours; set cluster.scratch" >&2
     exit 2
 fi
+image=/project/images/agentrl-rocm.sif
+if [[ $(stat -Lc %s "$image") != 31457280000 ]]; then
+    echo "image $image on $HOSTNAME: not the file that this job was queued with" >&2
+    exit 2
+fi
 fuse=$home/.fuse real=$(type -P squashfuse_ll)
 if [[ $real ]] && mkdir -p "$fuse"; then
     printf '#!/bin/sh\ntrap "" USR2 TERM\nexec %q "$@"\n' "$real" >"$fuse/.$$"
