@@ -149,7 +149,8 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     figure, all_axes = plot.grid(len(kinds), narrow=narrow, height_in=2.6)
     for axes, what in zip(all_axes, kinds, strict=True):
         _panel(axes, [row for row in rows if row.what == what], what)
-    plot.save(figure, path, headline(rows), png=not narrow)
+    n = f"{rows[0].trajectories:,} trajectories, {rows[0].solved:,} of them solved"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def best(rows: Sequence[Row]) -> Row | None:
@@ -184,12 +185,14 @@ def _panel(axes: Axes, rows: Sequence[Row], what: str) -> None:
     axes.set_xlabel(f"cap, {what}")
     axes.set_ylabel("%")
     axes.set_ylim(0, 105)
+    axes.set_xticks(caps, [f"{cap:,}" for cap in caps])
     axes.legend(loc="upper right")
 
 
 FIGURE = Figure(
     name="cap_replay",
     title="What a lower cap would have done",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

@@ -116,7 +116,8 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlabel("second ÷ first; ▲ is better, ▼ worse, ● neither")
     axes.grid(visible=False, axis="y")
-    plot.save(figure, path, headline(rows), png=not narrow)
+    n = f"{len(shown)} measures of two runs; those of each in the table"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -205,6 +206,7 @@ def _alone(run: Run) -> Sequence[Row]:
 FIGURE = Figure(
     name="compare",
     title="Before and after",
+    row=Row,
     table=_alone,
     draw=draw,
     finding=finding,

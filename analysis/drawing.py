@@ -1,74 +1,91 @@
-"""Some figures of a run, drawn by a process of its own while `report` draws the others.
+"""Figures drawn by two processes.
 
-python -m analysis.drawing RUN SINCE UNTIL FIGURE…      (either time may be empty)
+The second, `python -m analysis.drawing FOLDER PIPE`, takes from the pipe the numbers of jobs, which
+lie in FOLDER as msgpack.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from agentrl.errors import RecordError
+import msgspec
+
+from analysis import work_pipe
 from analysis.figure import Figure, Written
-from analysis.run_files import Run, load_run
-from analysis.window import Window
 
-HEAVY = ("solve_groups", "training_curves", "cap_replay", "trajectory_time", "what_now", "faults")
-"""About half of the drawing; the rest is done by the report's own process meanwhile."""
+FEW = 3
+"""Figures up to which a second process costs more than it saves."""
 
 
-@contextmanager
-def helper(run: Run, window: Window | None, names: Sequence[str]) -> Iterator[None]:
-    """Have another process draw the figures of `names`; the block ends when it has.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One figure of one run."""
 
-    Raises RecordError in that process's words. With one core, nothing is started: they are drawn
-    when the report comes to them.
-    """
-    if len(os.sched_getaffinity(0)) < 2 or not names:
-        yield
-        return
-    ends = (window.since, window.until) if window else ("", "")
-    command = [sys.executable, "-m", "analysis.drawing", str(run.folder), *ends, *names]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    try:
-        yield
-        _, said = process.communicate()
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-    if process.returncode:
-        raise RecordError(
-            f"drawing {', '.join(names)} exited {process.returncode}: "
-            f"{said.decode(errors='replace')[-2000:]}"
-        )
+    figure: Figure[Any]
+    rows: Sequence[Any]
+    folder: Path
+
+    def draw(self) -> None:
+        self.figure.draw_files(self.rows, self.folder)
+
+    @property
+    def is_drawn(self) -> bool:
+        return self.figure.is_drawn(self.rows, self.folder)
+
+    @property
+    def written(self) -> Written:
+        return self.figure.written(self.rows, self.folder)
 
 
-def draw_all(run: Run, window: Window | None, figures: Sequence[Figure[Any]]) -> list[Written]:
-    """Write every figure of `run`, in their order, with a second process where one helps."""
-    missing = [each for each in figures if not each.is_drawn(run)]
-    others = [each.name for each in missing if each.name in HEAVY]
-    if len(others) == len(missing) or len(missing) < 4:
-        others = []
-    with helper(run, window, others):
-        first = {each.name: each.write(run) for each in figures if each.name not in others}
-    return [first.get(each.name) or each.write(run) for each in figures]
+class _Message(msgspec.Struct, frozen=True):
+    """A job as it goes to the other process."""
+
+    figure: str
+    folder: str
+    rows: msgspec.Raw
+
+
+def draw_all(jobs: Sequence[Job]) -> list[Written]:
+    """Draw what isn't drawn yet; return all, in order. Raises RecordError in the helper's words."""
+    missing = [job for job in jobs if not job.is_drawn]
+    with TemporaryDirectory(prefix="agentrl-report-") as scratch:
+        alone = len(missing) <= FEW or work_pipe.cores() == 1
+        folders = [] if alone else [Path(scratch)]
+        for number, job in enumerate(missing):
+            if folders:
+                _file(folders[0], number).write_bytes(_packed(job))
+        with work_pipe.shared("analysis.drawing", folders, len(missing)) as taken:
+            for number in taken:
+                missing[number].draw()
+    return [job.written for job in jobs]
+
+
+def _file(folder: Path, number: int) -> Path:
+    return folder / f"{number}.msgpack"
+
+
+def _packed(job: Job) -> bytes:
+    rows = msgspec.Raw(msgspec.msgpack.encode(job.rows))
+    message = _Message(figure=job.figure.name, folder=str(job.folder), rows=rows)
+    return msgspec.msgpack.encode(message)
 
 
 def main(argv: Sequence[str]) -> int:
-    from analysis.report import FIGURES
+    """Draw the jobs in the folder argv[0] whose numbers the pipe argv[1] gives."""
+    from analysis.report import ALL_FIGURES
 
-    folder, since, until, *names = argv
-    window = Window(since=since, until=until) if since or until else None
-    run = load_run(Path(folder), window=window)
-    for figure in FIGURES:
-        if figure.name in names:
-            figure.write(run)
+    figures = {figure.name: figure for figure in ALL_FIGURES}
+    for number in work_pipe.taken(int(argv[1])):
+        data = _file(Path(argv[0]), number).read_bytes()
+        message = msgspec.msgpack.decode(data, type=_Message)
+        figure = figures[message.figure]
+        decoder = msgspec.msgpack.Decoder(list[figure.row])  # type: ignore[name-defined]
+        figure.draw_files(decoder.decode(message.rows), Path(message.folder))
     return 0
 
 

@@ -1,15 +1,16 @@
 """Figure: what was lost, what broke, and how often the run was launched.
 
-Counts by kind, cause and hour (from the run's first event). A lost trajectory has no reward; had it
-counted as 0, its own reward and the mean of its group would have been wrong: `false zero` rows
-count those rewards, and the groups that they would have spoilt.
+Counts by kind, cause and hour (from the run's first event); a bar for each launch attempt. A lost
+trajectory has no reward; had it counted as 0, its own reward and the mean of its group would have
+been wrong: `false zero` rows count those rewards, and the groups that they would have spoilt.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -32,6 +33,8 @@ KINDS = {
 }
 """What a row can count; rows of other kinds are in the table alone."""
 SHOWN_CAUSES = 14
+SHOWN_ATTEMPTS = 12
+"""Launch attempts in the drawing, the last ones."""
 UNTIMED = -1
 NOT_LOST = ("cancelled", "ungraded")
 
@@ -45,6 +48,9 @@ class Row:
     """Since the run's first event; −1 where no time is known."""
     detail: str = ""
     """One example, in the words of what failed."""
+    begin_h: float = nan
+    """Of a launch attempt, hours since the run's first event."""
+    end_h: float = nan
 
 
 Told = tuple[str, str, int, float]
@@ -72,7 +78,7 @@ def table(run: Run) -> list[Row]:
         Row(kind="unreadable event line", cause=reason, count=count)
         for reason, count in sorted(run.rejected.items())
     ]
-    return [*rows, *_false_zeros(done), *_attempts(run)]
+    return [*rows, *_false_zeros(done), *_attempts(run, begin)]
 
 
 def losses(rows: Sequence[Row]) -> list[Row]:
@@ -101,16 +107,22 @@ def by_cause(rows: Sequence[Row]) -> list[Row]:
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     shown = by_cause(losses(rows))[:SHOWN_CAUSES]
     timed = [row for row in losses(rows) if row.hour != UNTIMED]
-    panels = 1 + bool(timed)
-    height = 0.8 + 0.32 * max(3, len(shown))
-    figure, all_axes = plot.grid(panels, narrow=narrow, columns=1, height_in=height)
-    if not shown:
-        plot.say_nothing(all_axes[0], "nothing was lost")
-    else:
-        _bars(all_axes[0], shown)
+    launched = [row for row in rows if row.kind == "launch attempt" and row.end_h > row.begin_h]
+    row_in = 0.5 if narrow else 0.32  # a phone's names break
+    panels: list[tuple[float, Callable[[Axes], None]]] = []
+    if shown:
+        panels.append((0.8 + row_in * len(shown), lambda axes: _bars(axes, shown)))
     if timed:
-        _hours(all_axes[1], timed)
-    plot.save(figure, path, headline(rows), png=not narrow)
+        panels.append((2.2, lambda axes: _hours(axes, timed)))
+    if launched:
+        few = launched[-SHOWN_ATTEMPTS:]
+        panels.append((0.9 + row_in * len(few), lambda axes: _lineage(axes, few)))
+    if not panels:
+        panels.append((0.8, lambda axes: plot.say_nothing(axes, "no time is known")))
+    figure, all_axes = plot.column([height for height, _ in panels], narrow=narrow)
+    for axes, (_, panel) in zip(all_axes, panels, strict=True):
+        panel(axes)
+    plot.save(figure, path, headline(rows), n=_n(rows), png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -157,28 +169,60 @@ def _false_zeros(done: Sequence[events.TrajectoryEvent]) -> Iterator[Row]:
         yield Row(kind="false zero", cause="groups", count=groups)
 
 
-def _attempts(run: Run) -> list[Row]:
+def _attempts(run: Run, begin: float) -> list[Row]:
     if run.ledger:
         return [
-            Row(
-                kind="launch attempt",
-                cause=f"{line.attempt}: {line.began}, {line.ended}",
-                count=1,
-                detail=f"checkpoint step {line.step_begin} to {line.step_end}",
+            _attempt(
+                f"{line.attempt}: {line.began}, {line.ended}",
+                f"checkpoint step {line.step_begin} to {line.step_end}",
+                (line.started - begin, line.finished - begin),
             )
             for line in run.ledger
         ]
-    begun = {e.attempt: e for e in run.of(events.LaunchAttempt) if e.phase == "begin"}
-    return [
-        Row(kind="launch attempt", cause=f"{e.attempt}: {e.reason or 'began'}", count=1)
-        for e in begun.values()
-    ]
+    told = run.of(events.LaunchAttempt)
+    begun = {e.attempt: e for e in told if e.phase == "begin"}
+    ended = {e.attempt: e for e in told if e.phase == "end"}
+    rows = []
+    for number, event in begun.items():
+        end = ended.get(number)
+        cause = f"{number}: {event.reason or 'began'}{f', {end.reason}' if end else ''}"
+        until = (end.end or end.start) if end else nan
+        rows.append(_attempt(cause, "", (event.start - begin, until - begin)))
+    return rows
+
+
+def _attempt(cause: str, detail: str, span: tuple[float, float]) -> Row:
+    begin_h, end_h = (seconds / 3600 for seconds in span)
+    return Row(
+        kind="launch attempt", cause=cause, count=1, detail=detail, begin_h=begin_h, end_h=end_h
+    )
+
+
+def _lineage(axes: Axes, rows: Sequence[Row]) -> None:
+    """Draw when each launch attempt held its nodes, and why it began and ended."""
+    for place, row in enumerate(rows):
+        axes.barh(
+            place, row.end_h - row.begin_h, left=row.begin_h, height=0.6, color=plot.SKY,
+            edgecolor=plot.INK, linewidth=0.4,
+        )  # fmt: skip
+    names = [f"{row.cause} ({row.detail})" if row.detail else row.cause for row in rows]
+    axes.set_yticks(range(len(rows)), plot.fitting(axes, names))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_title("Launch attempts")
+    axes.set_xlabel("hours since the first event")
+    axes.grid(visible=False, axis="y")
+
+
+def _n(rows: Sequence[Row]) -> str:
+    many = sum(row.count for row in losses(rows))
+    attempts = sum(row.kind == "launch attempt" for row in rows)
+    return f"{many:,} {_plural('loss', many)}, {attempts} {_plural('launch attempt', attempts)}"
 
 
 def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     plot.bars(
         axes,
-        [f"{row.kind}: {row.cause[:38]}" for row in rows],
+        [f"{row.kind}: {plot.plain(row.cause, 38)}" for row in rows],
         [row.count for row in rows],
         [f"{row.count:,}" for row in rows],
         colours=[KINDS[row.kind] for row in rows],
@@ -207,12 +251,15 @@ def _hours(axes: Axes, rows: Sequence[Row]) -> None:
 def _plural(name: str, count: int) -> str:
     if count == 1:
         return name
-    return f"{name.removesuffix('y')}ies" if name.endswith("y") else f"{name}s"
+    if name.endswith("y"):
+        return f"{name.removesuffix('y')}ies"
+    return f"{name}es" if name.endswith("s") else f"{name}s"
 
 
 FIGURE = Figure(
     name="faults",
     title="What was lost and why",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

@@ -43,6 +43,7 @@ class Written:
 class Figure(Generic[Row]):
     name: str
     title: str
+    row: type[Row]
     table: Callable[[Run], Sequence[Row]]
     draw: Draw[Row]
     finding: Callable[[Sequence[Row]], str]
@@ -54,35 +55,44 @@ class Figure(Generic[Row]):
         """Write the figure and its CSV into the run's report folder."""
         return self.write_rows(self.table(run), run.report)
 
-    def is_drawn(self, run: Run) -> bool:
-        """Tell whether `write` would find its drawing there."""
-        rows, path = self.table(run), run.report / f"{self.name}.png"
-        digest = _digest(as_csv(rows))
-        return not rows or _is_drawn(_mark(run.report, self.name), digest, path)
-
     def write_rows(self, rows: Sequence[Row], folder: Path) -> Written:
         """Write figure and CSV of `rows` into `folder`; what is drawn there already is kept."""
-        path = folder / f"{self.name}.png"
-        mark = _mark(folder, self.name)
-        data = as_csv(rows)
-        if not rows:
-            for old in (path, path.with_suffix(".svg"), folder / f"{self.name}-narrow.svg", mark):
-                old.unlink(missing_ok=True)
-            publish_bytes(path.with_suffix(".csv"), data)
-            return Written(name=self.name, title=self.title, finding=self.missing)
-        narrow = folder / f"{self.name}-narrow.svg"
-        digest = _digest(data)
-        if not _is_drawn(mark, digest, path):
-            self.draw(rows, path)
+        if not self.is_drawn(rows, folder):
+            self.draw_files(rows, folder)
+        return self.written(rows, folder)
+
+    def is_drawn(self, rows: Sequence[Row], folder: Path) -> bool:
+        """Tell whether the files in `folder` are those of these rows and of this code."""
+        mark = self._mark(folder)
+        files = self._files(folder) if rows else [folder / f"{self.name}.csv"]
+        is_there = mark.is_file() and all(file.is_file() for file in files)
+        return is_there and mark.read_text() == _digest(as_csv(self.row, rows))
+
+    def draw_files(self, rows: Sequence[Row], folder: Path) -> None:
+        """Write CSV and drawings; without rows there is no drawing, nor an old one."""
+        csv, svg, png, narrow = self._files(folder)
+        mark = self._mark(folder)
+        mark.unlink(missing_ok=True)
+        data = as_csv(self.row, rows)
+        publish_bytes(csv, data)
+        if rows:
+            self.draw(rows, png)
             self.draw(rows, narrow, narrow=True)
-            publish_bytes(path.with_suffix(".csv"), data)
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.write_text(digest)
+        else:
+            for old in (svg, png, narrow):
+                old.unlink(missing_ok=True)
+        publish_bytes(mark, _digest(data).encode())
+
+    def written(self, rows: Sequence[Row], folder: Path) -> Written:
+        """Return what `draw_files` left there, with what it shows in words."""
+        if not rows:
+            return Written(name=self.name, title=self.title, finding=self.missing)
+        _, svg, _, narrow = self._files(folder)
         return Written(
             name=self.name,
             title=self.title,
             finding=self.finding(rows),
-            svg=path.with_suffix(".svg").read_text(),
+            svg=svg.read_text(),
             narrow_svg=narrow.read_text(),
         )
 
@@ -98,16 +108,13 @@ class Figure(Generic[Row]):
             print(f"{run.report / self.name}.png .svg .csv: {written.finding}")
         return 0
 
+    def _files(self, folder: Path) -> list[Path]:
+        endings = (".csv", ".svg", ".png", "-narrow.svg")
+        return [folder / f"{self.name}{ending}" for ending in endings]
 
-def _mark(folder: Path, name: str) -> Path:
-    return folder / "cache" / "drawn" / name
+    def _mark(self, folder: Path) -> Path:
+        return folder / "cache" / "drawn" / self.name
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data + code()).hexdigest()
-
-
-def _is_drawn(mark: Path, digest: str, path: Path) -> bool:
-    narrow = path.with_name(f"{path.stem}-narrow.svg")
-    files = (path, path.with_suffix(".svg"), path.with_suffix(".csv"), narrow)
-    return mark.is_file() and mark.read_text() == digest and all(file.is_file() for file in files)

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from agentrl.handoff.publish import publish_bytes
+
 READ = (
     "config.yaml", "provenance.json", "ledger.jsonl", "events/*.jsonl",
     "evaluations/*/summary.json", "sft/*.sft.json", "attempts/*/exit/*.json",
@@ -55,8 +57,7 @@ def is_fresh(folders: Sequence[Path], asked: Sequence[str]) -> bool:
 def set_mark(folders: Sequence[Path], asked: Sequence[str], found: str) -> None:
     """Say that the report is of `found`, the key from before anything was read."""
     if found == key(folders, asked):  # else a run went on meanwhile: the next report is a new one
-        _mark(folders[0]).parent.mkdir(parents=True, exist_ok=True)
-        _mark(folders[0]).write_text(found)
+        publish_bytes(_mark(folders[0]), found.encode())
 
 
 def _mark(folder: Path) -> Path:

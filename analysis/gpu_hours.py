@@ -39,6 +39,8 @@ class Row:
     gpu_hours: float
     of_held: float
     """Share of the GPU-hours that the run held."""
+    unit: str
+    """`GPU-hours`; `device-hours` where the config names no GPU."""
     how: str
     """What was counted, in numbers."""
 
@@ -50,6 +52,12 @@ class Gpus:
     trainer: int
     inference: int
     engines: int
+    is_told: bool
+    """By the config; else each engine and the trainer count as one."""
+
+    @property
+    def unit(self) -> str:
+        return "GPU-hours" if self.is_told else "device-hours"
 
     @property
     def all(self) -> int:
@@ -61,13 +69,14 @@ def gpus(run: Run) -> Gpus:
     states = run.of(events.EngineState)
     seen = len({state.engine for state in states if state.state == "load"})
     if run.config is None:
-        return Gpus(trainer=1, inference=max(1, seen), engines=max(1, seen))
+        return Gpus(trainer=1, inference=max(1, seen), engines=max(1, seen), is_told=False)
     cluster, nodes = run.config.cluster, run.config.rollout.nodes
     engines = run.config.engine.count * nodes
     return Gpus(
         trainer=cluster.trainer.gpus_per_node or 1,
         inference=cluster.inference.gpus_per_node * nodes or engines,
         engines=engines,
+        is_told=cluster.inference.gpus_per_node > 0,
     )
 
 
@@ -87,12 +96,12 @@ def table(run: Run) -> list[Row]:
         _recovery(run, has),
         _infrastructure(run, has),
     ]
-    rows = [Row(cause="held", gpu_hours=whole, of_held=1.0, how=f"{len(held)} launch attempts")]
-    rows += [
-        Row(cause=cause, gpu_hours=hours, of_held=hours / whole, how=how)
+    many = f"{len(held)} launch attempt{'s' * (len(held) != 1)}"
+    found.insert(0, ("held", whole, f"{many} × {has.all} devices"))
+    return [
+        Row(cause=cause, gpu_hours=hours, of_held=hours / whole, unit=has.unit, how=how)
         for cause, hours, how in found
     ]
-    return rows
 
 
 def attempts(run: Run) -> Iterator[Stretch]:
@@ -112,24 +121,31 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
         axes,
         [row.cause for row in lost],
         [row.gpu_hours for row in lost],
-        [f"{row.gpu_hours:,.3g} h · {100 * row.of_held:.1f} % of held" for row in lost],
+        [f"{row.gpu_hours:,.3g} · {100 * row.of_held:.1f} % of held" for row in lost],
         colours=[plot.GREY, plot.GOLD, plot.SKY, plot.NAVY, plot.PURPLE, plot.ORANGE],
     )
-    axes.set_xlabel("GPU-hours")
-    plot.save(figure, path, headline(rows), png=not narrow)
+    axes.set_xlabel(f"{rows[0].unit}; causes overlap")
+    plot.save(figure, path, headline(rows), n=rows[0].how, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
     lost = [row for row in rows if row.cause != "held"]
     most = max(lost, key=lambda row: row.gpu_hours)
+    if not most.gpu_hours:
+        return f"None of {rows[0].gpu_hours:,.3g} {most.unit} held went to a cause on record"
     return (
-        f"Most GPU-hours went to {most.cause}: {most.gpu_hours:,.3g} of {rows[0].gpu_hours:,.3g} "
-        f"held ({100 * most.of_held:.0f} %)"
+        f"Largest loss of {most.unit}: {most.cause}, {most.gpu_hours:,.3g} of "
+        f"{rows[0].gpu_hours:,.3g} held ({100 * most.of_held:.0f} %)"
     )
 
 
 def finding(rows: Sequence[Row]) -> str:
-    return f"{headline(rows)}; n = {rows[0].how}. Causes overlap, so they do not add up."
+    told = (
+        ""
+        if rows[0].unit == "GPU-hours"
+        else " The config names no GPU: an engine and the trainer count as one device each."
+    )
+    return f"{headline(rows)}; n = {rows[0].how}. Causes overlap, so they do not add up.{told}"
 
 
 Loss = tuple[str, float, str]
@@ -196,6 +212,7 @@ def _infrastructure(run: Run, has: Gpus) -> Loss:
 FIGURE = Figure(
     name="gpu_hours",
     title="GPU-hours lost, by cause",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

@@ -154,7 +154,10 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     if len(chosen) == 1:
         plot.say_nothing(all_axes[1], "the run had one batch")
     _curve(all_axes[-1], rows)
-    plot.save(figure, path, headline(rows), png=not narrow)
+    handles = [Patch(facecolor=c, hatch=h, edgecolor=plot.INK, label=t) for t, c, h in _LOOKS]
+    figure.legend(handles=handles, loc="outside lower left", ncols=2 if narrow else 4)
+    n = f"{len(rows):,} trajectories in {len(found):,} batches"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -212,28 +215,22 @@ def _gantt(axes: Axes, rows: Sequence[Row], of: Tail) -> None:
     axes.axvline(of.t90, color=plot.INK, linewidth=1.2, linestyle=(0, (4, 3)))
     axes.annotate(
         f"90 % of {of.n} done",
-        (of.t90, 1.0),
-        xycoords=("data", "axes fraction"),
-        xytext=(-3, -3),
+        (of.t90, len(rows) + 0.1),
+        xytext=(-3, 0),
         textcoords="offset points",
         ha="right",
-        va="top",
+        va="center",
         fontsize=8,
-        bbox={"facecolor": plot.PAPER, "edgecolor": "none", "pad": 1},
     )
+    axes.set_ylim(-0.7, len(rows) + 0.6)
     draws = sorted({row.draw for row in rows})
     what = f"draw {draws[0]}" if len(draws) == 1 else f"draws {draws[0]} to {draws[-1]}"
-    axes.set_title(f"{what}: {whole_percent(of.share)} of the batch's time was tail")
+    axes.set_title(f"{what}: tail was {whole_percent(of.share)} of the batch's time")
     axes.set_xlim(0, of.t100 * 1.02 or 1)
     axes.set_yticks([])
     axes.set_xlabel("seconds since the batch's first start")
     axes.set_ylabel(f"{len(rows)} attempts, by end")
     axes.grid(visible=False, axis="y")
-    handles = [Patch(facecolor=c, hatch=h, edgecolor=plot.INK, label=t) for t, c, h in _LOOKS]
-    axes.legend(
-        handles=handles, loc="lower right", fontsize=7.5, frameon=True, facecolor=plot.PAPER,
-        edgecolor="none",
-    )  # fmt: skip
 
 
 _LOOKS = (
@@ -272,6 +269,7 @@ def _curve(axes: Axes, rows: Sequence[Row]) -> None:
 FIGURE = Figure(
     name="long_tail",
     title="The long tail",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

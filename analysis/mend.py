@@ -1,18 +1,22 @@
-"""Two faults of event files that bias every figure, found and undone: rows twice, clocks apart."""
+"""Faults of event files that bias every figure, found and undone: rows twice, clocks apart."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 import msgspec
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from agentrl import events
-from analysis.columns import FILE, numbers, tag, to_events
+from analysis.columns import FILE, numbers, tag, texts, to_arrow, to_events, whole_numbers
 
+DAY_S = 86400.0
+FAR_S = 400 * DAY_S
+"""No run is that long, seconds."""
 LEAST_SKEW_S = 0.5
 """Clocks closer than this are left alone, seconds."""
 LEAST_VERSIONS = 3
@@ -49,18 +53,23 @@ def without_repeats(table: pa.Table, origins: Sequence[int]) -> tuple[pa.Table, 
     if not same.any():
         return table, 0
     suspects = np.sort(order[same | np.append(same[1:], False)])
-    rows = table.take(suspects).to_pylist()
-    seen: set[tuple[object, ...]] = set()
-    repeats = []
-    for place, row in zip(suspects, rows, strict=True):
-        origin = origins[row.pop(FILE)]
-        key = (origin, *row.values())
-        if key in seen:
-            repeats.append(place)
-        seen.add(key)
+    firsts = _firsts(table.take(to_arrow(suspects)), origins)
     keep = np.ones(len(order), bool)
-    keep[repeats] = False
-    return table.filter(pa.array(keep)), len(repeats)
+    keep[suspects] = False
+    keep[suspects[firsts]] = True
+    return table.filter(to_arrow(keep)), len(suspects) - len(firsts)
+
+
+def _firsts(rows: pa.Table, origins: Sequence[int]) -> NDArray[np.int64]:
+    """Return the first row of each sort; two are of one sort if of one origin and equal in all."""
+    sort = np.array(origins)[whole_numbers(rows, FILE)]
+    for field in rows.schema:
+        if field.name != FILE:
+            is_text = field.type == pa.string()
+            value = texts(rows, field.name)[0] if is_text else numbers(rows, field.name)
+            _, code = np.unique(value, return_inverse=True)
+            _, sort = np.unique(sort * (code.max() + 1) + code, return_inverse=True)
+    return np.unique(sort, return_index=True)[1]
 
 
 def skews(versions: pa.Table | None, nodes: Sequence[str]) -> list[Skew]:
@@ -110,43 +119,92 @@ def moved(table: pa.Table, shifts: Mapping[int, float]) -> pa.Table:
     """Return `table` with the times of each file in `shifts` made less by its seconds."""
     if not shifts:
         return table
-    file = table.column(FILE).to_numpy()
+    file = whole_numbers(table, FILE)
     by = np.zeros(len(file))
     for number, seconds in shifts.items():
         by[file == number] = seconds
     for name in ("start", "end"):
         times = numbers(table, name)
         times = np.where(times > 0, times - by, times)  # 0 is a time that was not given
-        table = table.set_column(table.column_names.index(name), name, pa.array(times))
+        table = table.set_column(table.column_names.index(name), name, to_arrow(times))
     return table
 
 
 def by_end(table: pa.Table) -> pa.Table:
-    """Return `table` in the order in which its events ended."""
-    start, end = numbers(table, "start"), numbers(table, "end")
-    at = np.where(end > 0, end, start)
-    if np.all(at[1:] >= at[:-1]):
+    """Return `table` in the order in which its events ended, those of one moment by file."""
+    at, file = moments(table), whole_numbers(table, FILE)
+    later = np.diff(at) > 0
+    if np.all(later | ((np.diff(at) == 0) & (np.diff(file) >= 0))):
         return table
-    return table.take(pa.array(np.argsort(at, kind="stable")))
+    return table.take(to_arrow(np.lexsort((file, at))))
+
+
+def moments(table: pa.Table) -> NDArray[np.float64]:
+    """Return when each event ended; for one without an end, when it began."""
+    start, end = numbers(table, "start"), numbers(table, "end")
+    return np.where(end > 0, end, start)
+
+
+def without_far(tables: Mapping[str, pa.Table]) -> tuple[dict[str, pa.Table], int]:
+    """Return the tables without events whose times are `FAR_S` from the median one's; their number.
+
+    A node whose clock was not set yet writes times of 1970, and one of them would stretch every
+    axis. A time of 0 is one that was not given.
+    """
+    all_moments = [moments(table) for table in tables.values()]
+    known = np.concatenate([at[at > 0] for at in all_moments] or [np.zeros(0)])
+    if not len(known):
+        return dict(tables), 0
+    middle = float(np.partition(known, len(known) // 2)[len(known) // 2])
+    kept, many = {}, 0
+    for kind, table in tables.items():
+        near = np.ones(len(table), bool)
+        for name in ("start", "end"):
+            at = numbers(table, name)
+            near &= (at == 0) | (np.abs(at - middle) <= FAR_S)
+        many += int(np.sum(~near))
+        kept[kind] = table if near.all() else table.filter(to_arrow(near))
+    return kept, many
+
+
+class Mends(msgspec.Struct):
+    """What was found and undone."""
+
+    repeats: dict[str, int] = {}
+    """Rows that stood twice, by kind."""
+    far: int = 0
+    """Events left out because of their time."""
+    skews: list[Skew] = []
+
+    @property
+    def words(self) -> Iterator[str]:
+        """Say it for the page, a sentence each."""
+        if self.far:
+            yield f"{self.far:,} events left out: over {FAR_S / DAY_S:.0f} days from the others."
+        for kind, count in sorted(self.repeats.items()):
+            yield f"{count:,} {kind} events stood twice and count once."
+        for skew in self.skews:
+            yield skew.words
 
 
 def mended(
     tables: Mapping[str, pa.Table], files: Sequence[tuple[str, str]]
-) -> tuple[dict[str, pa.Table], dict[str, int], list[Skew]]:
-    """Return tables without repeats, on one clock and in order; what was repeated; the skews.
+) -> tuple[dict[str, pa.Table], Mends]:
+    """Return tables without repeats, on one clock and in order, and what was mended.
 
     files: role and node of each file.
     """
     nodes = [node for _, node in files]
     numbered = {origin: number for number, origin in enumerate(dict.fromkeys(files))}
     origins = [numbered[origin] for origin in files]
+    whole = dict(tables)
     repeats: dict[str, int] = {}
-    whole: dict[str, pa.Table] = {}
-    for kind, table in tables.items():
+    for kind, table in whole.items():
         whole[kind], many = without_repeats(table, origins)
         if many:
             repeats[kind] = many
     found = skews(whole.get(tag(events.VersionEvent)), nodes)
     by_node = {skew.node: skew.seconds for skew in found}
     shifts = {i: by_node[node] for i, node in enumerate(nodes) if node in by_node}
-    return {kind: by_end(moved(each, shifts)) for kind, each in whole.items()}, repeats, found
+    ordered = {kind: by_end(moved(each, shifts)) for kind, each in whole.items()}
+    return ordered, Mends(repeats=repeats, skews=found)

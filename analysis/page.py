@@ -54,7 +54,15 @@ class Section:
     """What trace.json holds."""
 
 
-def render(sections: Sequence[Section], compared: Compared | None = None) -> str:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Top:
+    """A figure of several runs, before the sections."""
+
+    drawing: Drawing
+    table: Table
+
+
+def render(sections: Sequence[Section], tops: Sequence[Top] = ()) -> str:
     """Return the page. What comes from a run is escaped; only our own drawings are not."""
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
@@ -63,16 +71,11 @@ def render(sections: Sequence[Section], compared: Compared | None = None) -> str
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("page.html.jinja").render(sections=sections, compared=compared)
+    return environment.get_template("page.html.jinja").render(sections=sections, tops=tops)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Compared:
-    """Two runs beside each other, at the top of the page."""
-
-    title: str
-    table: Table
-    drawing: Drawing
+def top(written: Written, table: Table) -> Top:
+    return Top(drawing=drawing(written), table=table)
 
 
 def drawing(written: Written) -> Drawing:
@@ -86,9 +89,9 @@ def drawing(written: Written) -> Drawing:
     )
 
 
-def section(run: Run, figures: Sequence[Written], traced: str = "") -> Section:
+def section(run: Run, figures: Sequence[Written], *, name: str = "", traced: str = "") -> Section:
     return Section(
-        name=run.name,
+        name=name or run.name,
         sentences=tuple(sentences(run)),
         cards=tuple(cards(run)),
         drawings=tuple(map(drawing, figures)),
@@ -186,7 +189,7 @@ def _hours(run: Run) -> Table:
     rows = gpu_hours.table(run)
     return Table(
         title="GPU-hours",
-        columns=("cause", "GPU-hours", "of held", "counted"),
+        columns=("cause", rows[0].unit if rows else "GPU-hours", "of held", "counted"),
         rows=tuple(
             (row.cause, f"{row.gpu_hours:,.3g}", f"{100 * row.of_held:.1f} %", row.how)
             for row in rows

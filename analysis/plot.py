@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import warnings
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -64,12 +65,15 @@ STYLE: dict[RcKeyType, Any] = {
     "figure.facecolor": PAPER,
     "hatch.linewidth": 0.8,
     "svg.fonttype": "path",
+    "text.parse_math": False,
 }
 styled = matplotlib.rc_context(STYLE)
 """Decorates every `draw`: what it makes has this style, and nothing outside it changes."""
 PNG_DPI = 150
 WIDE_IN, NARROW_IN = 8.6, 4.4
 """Widths for a desktop and for a phone, inches."""
+HEAD_IN = 0.7
+"""Height of the finding above the panels and of n below them, inches."""
 
 
 def grid(
@@ -84,15 +88,34 @@ def grid(
     return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(panels)]
 
 
-def save(figure: Figure, path: Path, headline: str = "", *, png: bool = True) -> None:
+def column(heights_in: Sequence[float], *, narrow: bool) -> tuple[Figure, list[Axes]]:
+    """Return a figure of axes below each other, each with its names as high as is said, inches."""
+    size = (NARROW_IN if narrow else WIDE_IN, sum(heights_in) + HEAD_IN)
+    figure = Figure(figsize=size, layout="constrained")
+    FigureCanvasAgg(figure)
+    cells = figure.add_gridspec(len(heights_in), 1, height_ratios=heights_in)
+    return figure, [figure.add_subplot(cells[i, 0]) for i in range(len(heights_in))]
+
+
+def save(figure: Figure, path: Path, headline: str, *, n: str, png: bool = True) -> None:
     """Write `figure` as `path` with .svg and, unless switched off, .png in place of its ending.
 
-    headline: the finding, set above the panels.
+    headline: the finding, set above the panels. n: what it rests on, set below them.
     """
-    if headline:
-        letters = int(figure.get_figwidth() * 13.2)
-        text = textwrap.fill(headline.replace("$", r"\$"), letters)
-        figure.suptitle(text, x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK)
+    letters = int(figure.get_figwidth() * 13.2)
+    figure.suptitle(
+        textwrap.fill(plain(headline, 400), letters),
+        x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK,
+    )  # fmt: skip
+    figure.supxlabel(
+        textwrap.fill(f"n = {n}", letters), x=0.99, ha="right", fontsize=8, color=MUTED
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box; the CSV has the letter
+        _print(figure, path, png=png)
+
+
+def _print(figure: Figure, path: Path, *, png: bool) -> None:
     if engine := figure.get_layout_engine():
         engine.execute(figure)  # once; each print would do it anew
     figure.set_layout_engine("none")
@@ -107,6 +130,12 @@ def save(figure: Figure, path: Path, headline: str = "", *, png: bool = True) ->
         print_png: Callable[..., None] = FigureCanvasAgg(figure).print_png
         print_png(data)
         publish_bytes(path.with_suffix(".png"), data.getvalue())
+
+
+def plain(text: str, most: int = 40) -> str:
+    """Return text of a run as one short line that can be printed."""
+    whole = " ".join("".join(c if c.isprintable() else " " for c in text).split())
+    return whole if len(whole) <= most else f"{whole[: most - 1]}…"
 
 
 def say_nothing(axes: Axes, words: str) -> None:
@@ -152,7 +181,8 @@ def bars(
 
 def fitting(axes: Axes, names: Sequence[str]) -> list[str]:
     """Break names where the figure is a phone's, so that they leave room for the panel."""
-    return [textwrap.fill(name, 18) for name in names] if _is_narrow(axes) else list(names)
+    shown = [plain(name, 60) for name in names]
+    return [textwrap.fill(name, 18) for name in shown] if _is_narrow(axes) else shown
 
 
 def _is_narrow(axes: Axes) -> bool:
@@ -246,21 +276,27 @@ def keep_in_view(
     ordered = sorted(values)
     low, high = (ordered[int(share * (len(ordered) - 1))] for share in (0.02, 0.98))
     height = (high - low) or abs(high) or 1.0
-    top, bottom = high + 1.5 * height, low - 1.5 * height
-    out = [(x, y) for x, y in zip(places, values, strict=True) if not bottom <= y <= top]
-    seen = [y for y in values if bottom <= y <= top]
-    span = (max(seen) - min(seen)) or abs(max(seen)) or 1.0
-    floor = 0.0 if min(values) >= 0 else min(seen) - 0.08 * span
-    axes.set_ylim(floor, max(seen) + 0.14 * span)
-    for x, y in out:
-        is_high = y > top
-        edge = axes.get_ylim()[is_high]
-        axes.plot(x, edge, "^" if is_high else "v", color=INK, markersize=5, clip_on=False)
-        axes.annotate(
-            f"{y:.3g}",
-            (x, edge),
-            xytext=(4, -9 if is_high else 3),
-            textcoords="offset points",
-            fontsize=7.5,
-        )
-    return [(x, y) for x, y in zip(places, values, strict=True) if bottom <= y <= top]
+    bulk = [y for y in values if low - 1.5 * height <= y <= high + 1.5 * height]
+    span = (max(bulk) - min(bulk)) or abs(max(bulk)) or 1.0
+    floor = 0.0 if min(values) >= 0 else min(bulk) - 0.08 * span
+    top = max(bulk) + max(0.14 * span, 0.06 * (max(bulk) - floor))
+    axes.set_ylim(floor, top)
+    seen = []
+    for x, y in zip(places, values, strict=True):
+        if floor <= y <= top:
+            seen.append((x, y))
+        else:
+            _mark_out(axes, x, y, edge=top if y > top else floor)
+    return seen
+
+
+def _mark_out(axes: Axes, x: float, y: float, *, edge: float) -> None:
+    is_high = y > edge
+    axes.plot(x, edge, "^" if is_high else "v", color=INK, markersize=5, clip_on=False)
+    axes.annotate(
+        f"{y:.3g}",
+        (x, edge),
+        xytext=(4, -9 if is_high else 3),
+        textcoords="offset points",
+        fontsize=7.5,
+    )

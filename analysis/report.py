@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -19,7 +20,9 @@ from analysis import (
     faults,
     gpu_hours,
     long_tail,
+    perfetto,
     sandbox_time,
+    several,
     sft_loss,
     solve_groups,
     solve_rate,
@@ -30,9 +33,9 @@ from analysis import (
     trajectory_time,
     what_now,
 )
-from analysis.drawing import draw_all
-from analysis.figure import Figure, Written
-from analysis.page import Compared, Table, drawing, render, section
+from analysis.drawing import Job, draw_all
+from analysis.figure import Figure
+from analysis.page import render, section, top
 from analysis.run_files import Run, load_run
 from analysis.summary import Json, numbers
 from analysis.window import Window
@@ -52,8 +55,10 @@ FIGURES: tuple[Figure[Any], ...] = (
     throughput.FIGURE,
     faults.FIGURE,
     gpu_hours.FIGURE,
+    trace.FIGURE,
 )
 """In the order of the page."""
+ALL_FIGURES: tuple[Figure[Any], ...] = (*FIGURES, compare.FIGURE, sandbox_time.OF_RUNS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,50 +80,30 @@ def write_report(
         raise RecordError("report on no run; name a run directory, as in runs/demo")
     if is_compared and len(run_dirs) != 2:
         raise RecordError(f"compare {len(run_dirs)} runs: --compare takes two run directories")
-    runs = [load_run(folder, window=window) for folder in run_dirs]
+    names = several.labels(run_dirs)
+    runs = dict(zip(names, [load_run(folder, window=window) for folder in run_dirs], strict=True))
+    above = several.jobs(runs, is_compared=is_compared)
+    drawn = draw_all([*above, *(job for run in runs.values() for job in _jobs(run))])
+    rest = deque(drawn[len(above) :])
     sections = []
-    for run in runs:
-        figures = draw_all(run, window, FIGURES)
-        traced = trace.write_trace(trace.chosen(run), run.report / "trace.json")
-        sections.append(section(run, figures, traced))
+    for name, run in runs.items():
+        traced = perfetto.write_trace(trace.window(run), run.report / "trace.json")
+        figures = [rest.popleft() for _ in FIGURES]
+        sections.append(section(run, figures, name=name, traced=traced))
         publish_bytes(run.report / "summary.json", _json(numbers(run)))
-    first = runs[0].report
-    compared = _compared(runs[0], runs[1]) if is_compared else None
-    publish_bytes(first / "index.html", render(sections, compared).encode())
+    first = run_dirs[0] / "report"
+    tops = [top(each, several.table(job, names)) for each, job in zip(drawn, above, strict=False)]
+    publish_bytes(first / "index.html", render(sections, tops).encode())
     summary = first / "summary.json"
     if len(runs) > 1:
         summary = first / "summaries.json"
-        publish_bytes(summary, _json({run.name: numbers(run) for run in runs}))
+        publish_bytes(summary, _json({name: numbers(run) for name, run in runs.items()}))
     log.info("wrote %s", first / "index.html")
     return Report(page=first / "index.html", summary=summary)
 
 
-def _compared(first: Run, second: Run) -> Compared:
-    rows = compare.table(first, second)
-    written: Written = compare.FIGURE.write_rows(rows, first.report)
-    table = Table(
-        title="Before and after",
-        columns=("measure", "unit", first.name, second.name, "change [95 %]", "n"),
-        rows=tuple(
-            (
-                row.measure,
-                row.unit,
-                _number(row.first),
-                _number(row.second),
-                row.spoken_difference,
-                f"{row.first_n:,} / {row.second_n:,}",
-            )
-            for row in rows
-        ),
-        note="" if rows else compare.FIGURE.missing,
-    )
-    return Compared(
-        title=f"{first.name} against {second.name}", table=table, drawing=drawing(written)
-    )
-
-
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+def _jobs(run: Run) -> list[Job]:
+    return [Job(figure=each, rows=each.table(run), folder=run.report) for each in FIGURES]
 
 
 def _json(found: Json) -> bytes:

@@ -145,7 +145,7 @@ def _events(folder: Path, problems: list[str]) -> tuple[Store, int]:
     files = event_files(folder / "events")
     own = [file for file in files if not file.name.startswith(ASIDE)]
     other = [file for file in files if file.name.startswith(ASIDE)]
-    store = open_store(folder / "events", own, folder / "report" / "cache")
+    store = open_store(folder / "events", own, folder / "report" / "cache" / "events")
     if not len(store):
         problems.append("events/ holds no event of a training: no step and no trajectory is known.")
     problems += [*_damage(store), *_absent(folder, own)]
@@ -159,13 +159,11 @@ def _damage(store: Store) -> Iterator[str]:
         yield f"events/: {count:,} of {index.found.lines:,} lines left out: {reason}."
     for reason, count in sorted(index.found.mended.items()):
         yield f"events/: {count:,} lines read although damaged: {reason}."
-    for kind, count in sorted(index.repeats.items()):
-        yield f"events/: {count:,} {kind} events stood twice and count once."
+    for words in index.mends.words:
+        yield f"events/: {words}"
     if index.found.unknown_fields:
         names = ", ".join(sorted(index.found.unknown_fields))
         yield f"events/: fields that this version does not read (in a sample of lines): {names}."
-    for skew in index.skews:
-        yield f"events/: {skew.words}"
 
 
 def _absent(folder: Path, files: list[EventFile]) -> Iterator[str]:

@@ -6,8 +6,8 @@ set-up, a command, a grading), not sums by trajectory. Quantiles are by nearest 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +50,10 @@ def table(run: Run) -> list[Row]:
     of_trajectory[starts.owner] = codes
     of_trajectory[owners.count] = -1
     queued = numbers(starts.table, "queued_s")
+    is_ok = numbers(starts.table, "ok") > 0
     rows: list[Row] = []
     for code, name in enumerate(names):
-        mine = codes == code
+        mine = (codes == code) & is_ok
         rows += _row(name, "queueing", queued[mine])
         rows += _row(name, "start", (starts.seconds - queued)[mine])
         for phase, kind in PHASES.items():
@@ -63,7 +64,8 @@ def table(run: Run) -> list[Row]:
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=0.9 + 0.34 * len(rows))
+    row_in = 0.48 if narrow else 0.34  # a phone's names break
+    figure, (axes,) = plot.column([1.0 + row_in * len(rows)], narrow=narrow)
     places = list(range(len(rows)))
     for place, row in zip(places, rows, strict=True):
         axes.plot([row.median, row.p99], [place, place], color=plot.MUTED, linewidth=1.2)
@@ -84,7 +86,7 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     axes.set_xlim(0, max(row.p99 for row in rows) * 1.45 or 1)
     axes.set_xlabel("seconds")
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
-    plot.save(figure, path, headline(rows), png=not narrow)
+    plot.save(figure, path, headline(rows), n=f"{_starts(rows):,} starts", png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -93,12 +95,16 @@ def headline(rows: Sequence[Row]) -> str:
         f"{row.backend} {plot.spoken(row.median)} (99th percentile {plot.spoken(row.p99)})"
         for row in starts
     ]
-    return f"Median sandbox start: {', '.join(told)}"
+    return f"Median sandbox start: {', '.join(told)}" if told else "No sandbox took time to start"
 
 
 def finding(rows: Sequence[Row]) -> str:
-    starts = sum(row.n for row in rows if row.phase == "start")
-    return f"{headline(rows)}; n = {starts:,} starts. Each mark is of single steps, not of sums."
+    many = f"n = {_starts(rows):,} starts"
+    return f"{headline(rows)}; {many}. Each mark is of single steps, not of sums."
+
+
+def _starts(rows: Sequence[Row]) -> int:
+    return sum(row.n for row in rows if row.phase == "start")
 
 
 def _row(backend: str, phase: str, seconds: Floats) -> Iterator[Row]:
@@ -121,13 +127,26 @@ def _row(backend: str, phase: str, seconds: Floats) -> Iterator[Row]:
     )
 
 
+def side_by_side(runs: Mapping[str, Run]) -> list[Row]:
+    """Return the rows of several runs, phase by phase, each backend with its run's name."""
+    found = [
+        replace(row, backend=f"{name}, {row.backend}")
+        for name, run in runs.items()
+        for row in table(run)
+    ]
+    order = ["queueing", "start", *PHASES]
+    return sorted(found, key=lambda row: order.index(row.phase))
+
+
 FIGURE = Figure(
     name="sandbox_time",
     title="What sandboxes cost, by backend",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,
     missing="No sandbox start was recorded.",
 )
+OF_RUNS = replace(FIGURE, name="sandbox_runs", title="Sandbox steps of these runs side by side")
 if __name__ == "__main__":
     raise SystemExit(FIGURE.main())

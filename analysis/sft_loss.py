@@ -40,7 +40,7 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("nats a token")
     axes.set_title("Loss on the assistant's tokens")
-    plot.save(figure, path, headline(rows), png=not narrow)
+    plot.save(figure, path, headline(rows), n=f"{len(rows):,} logged steps", png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -57,6 +57,7 @@ def finding(rows: Sequence[Row]) -> str:
 FIGURE = Figure(
     name="sft_loss",
     title="Supervised fine-tuning",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

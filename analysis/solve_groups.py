@@ -61,9 +61,12 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     )
     for axes, by in zip(all_axes, kinds, strict=True):
         _panel(axes, [row for row in some if row.by == by], by)
-    handles = [Patch(color=_colour(model), label=model_label(model)) for model in _models(some)]
+    handles = [
+        Patch(color=_colour(model), label=plot.plain(model_label(model), 24))
+        for model in _models(some)
+    ]
     figure.legend(handles=handles, loc="outside lower left", ncols=4)
-    plot.save(figure, path, headline(rows), png=not narrow)
+    plot.save(figure, path, headline(rows), n=f"{_tasks(some)} tasks", png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -78,9 +81,12 @@ def headline(rows: Sequence[Row]) -> str:
 
 
 def finding(rows: Sequence[Row]) -> str:
-    some = _main(rows)
-    tasks = sum(row.tasks for row in some if (row.by, row.model) == (some[0].by, some[0].model))
+    tasks = _tasks(_main(rows))
     return f"{headline(rows)} (n = {tasks} tasks; lines are 95 % intervals, wide for few tasks)."
+
+
+def _tasks(some: Sequence[Row]) -> int:
+    return sum(row.tasks for row in some if (row.by, row.model) == (some[0].by, some[0].model))
 
 
 def _rows(found: Evaluation, by: str, groups: Mapping[str, str]) -> Iterator[Row]:
@@ -147,7 +153,9 @@ def _panel(axes: Axes, rows: Sequence[Row], by: str) -> None:
             )  # fmt: skip
             ends = [100 * row.low, 100 * row.high]
             axes.plot(ends, [place, place], color=plot.INK, linewidth=1)
-    axes.set_yticks(range(len(groups)), [f"{name[:24]} (n = {counts[name]})" for name in groups])
+    axes.set_yticks(
+        range(len(groups)), [f"{plot.plain(name, 24)} (n = {counts[name]})" for name in groups]
+    )
     axes.set_ylim(len(groups) - 0.4, -0.6)
     axes.set_xlim(0, 100)
     axes.set_xlabel("pass@1, %")
@@ -158,6 +166,7 @@ def _panel(axes: Axes, rows: Sequence[Row], by: str) -> None:
 FIGURE = Figure(
     name="solve_groups",
     title="Solve rate by repository and difficulty",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

@@ -77,7 +77,9 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     _bars(many, [row for row in rows if row.kind == "pass" and row.k == best], best)
     _forest(apart, [row for row in rows if row.kind == "difference"])
     _legend(figure, rows, columns=2 if narrow else 4)
-    plot.save(figure, path, headline(rows), png=not narrow)
+    tasks = [row.tasks for row in rows if row.kind == "pass" and row.split == main_split(rows)]
+    n = f"{max(tasks, default=0)} tasks × {max(row.attempts for row in rows)} attempts"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -207,7 +209,7 @@ def _split_order(split: str) -> tuple[int, str]:
 
 
 def _spoken(split: str) -> str:
-    return {"held_out": "held-out tasks"}.get(split, split.replace("_", " "))
+    return {"held_out": "held-out tasks"}.get(split, plot.plain(split).replace("_", " "))
 
 
 def _temperature(value: float) -> str:
@@ -247,7 +249,7 @@ def _bars(axes: Axes, rows: Sequence[Row], k: int) -> None:
             ha="center",
             fontsize=8,
         )
-    names = [split.replace("_", "\n", 1) for split in splits]
+    names = [plot.plain(split, 24).replace("_", "\n", 1) for split in splits]
     counts = [next(row.tasks for row in rows if row.split == split) for split in splits]
     labels = [f"{name}\n({count} tasks)" for name, count in zip(names, counts, strict=True)]
     axes.set_xticks(range(len(splits)), labels)
@@ -278,7 +280,7 @@ def _forest(axes: Axes, rows: Sequence[Row]) -> None:
             ha="center",
             fontsize=8.5,
         )
-    names = [f"{row.split.replace('_', ' ')}, {_temperature(row.temperature)}" for row in rows]
+    names = [f"{_spoken(row.split)}, {_temperature(row.temperature)}" for row in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_ylim(len(rows) - 0.5, -0.8)
     axes.axvline(0, color=plot.MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -290,7 +292,7 @@ def _legend(figure: Canvas, rows: Sequence[Row], *, columns: int) -> None:
     shown = {row.series: row for row in rows if row.kind == "pass"}
     handles = [
         Patch(
-            label=f"{model_label(row.model)}, {_temperature(row.temperature)}",
+            label=f"{plot.plain(model_label(row.model), 24)}, {_temperature(row.temperature)}",
             **_look(row),
         )
         for _, row in sorted(shown.items(), key=lambda item: item[0])
@@ -301,6 +303,7 @@ def _legend(figure: Canvas, rows: Sequence[Row], *, columns: int) -> None:
 FIGURE = Figure(
     name="solve_rate",
     title="Solve rate",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

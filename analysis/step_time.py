@@ -28,10 +28,10 @@ PARTS = (*INSIDE, *APART)
 NAMES = {
     "wait": "waiting for groups",
     "logprob": "log-probabilities",
-    "update": "update",
+    "update": "the update",
     "publish": "apart: publishing weights",
     "checkpoint": "apart: checkpoint",
-    "other": "other",
+    "other": "other work",
 }
 COLOURS = {
     "update": plot.NAVY,
@@ -106,7 +106,7 @@ def idle_share(rows: Sequence[Row]) -> float:
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     figure, (bars, strip) = plot.grid(2, narrow=narrow, columns=1, height_in=2.5)
     mean = means(rows)
-    shown = [part for part in PARTS if mean[part] > 0]
+    shown = shown_parts(mean)
     whole = step_seconds(rows) or 1.0
     labels = [
         plot.spoken(mean[part])
@@ -122,7 +122,8 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     )
     bars.set_xlabel("seconds a step, mean of the steady state")
     _strip(strip, rows)
-    plot.save(figure, path, headline(rows), png=not narrow)
+    n = f"{sum(row.steady for row in rows)} steps of the steady state, of {len(rows)} that count"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -143,13 +144,17 @@ def finding(rows: Sequence[Row]) -> str:
     )
 
 
+def shown_parts(mean: dict[str, float]) -> list[str]:
+    """Return the parts that are over a thousandth of all."""
+    return [part for part in PARTS if mean[part] > 0.001 * sum(mean.values())]
+
+
 def _strip(axes: Axes, rows: Sequence[Row]) -> None:
     edges = [*(row.step - 0.5 for row in rows), rows[-1].step + 0.5]
     mean = means(rows)
     layers = [
         (NAMES[part], COLOURS[part], [float(getattr(row, part)) for row in rows])
-        for part in PARTS
-        if mean[part] > 0
+        for part in shown_parts(mean)
     ]
     plot.stack(axes, edges, layers)
     axes.set_xlabel("step")
@@ -160,6 +165,7 @@ def _strip(axes: Axes, rows: Sequence[Row]) -> None:
 FIGURE = Figure(
     name="step_time",
     title="Where a step's time goes",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

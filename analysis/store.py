@@ -1,23 +1,20 @@
-"""All events of a run as tables, read by a process a core, and a Parquet cache beside the report.
+"""All events of a run as tables, and a Parquet cache of them beside the report.
 
-The cache (report/cache/KEY/*.parquet) is plain Parquet, a file a kind, rows in order of their end:
-any other tool may read it. KEY is made of the files' names, sizes and times of change.
+The cache (report/cache/events/KEY/*.parquet) is plain Parquet, a file a kind, rows in order of
+their end: any other tool may read it. KEY is made of the files' names, sizes and times of change,
+and of the columns.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import shutil
-import subprocess
-import sys
-from collections import Counter
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import mkdtemp
 from typing import TypeVar, cast
 
 import msgspec
@@ -25,16 +22,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agentrl.errors import RecordError
 from agentrl.events import Event
-from analysis.columns import FILE, numbers, schema, tag, to_events
-from analysis.mend import Skew, mended
-from analysis.reader import Found, Reading, Share, read_share
+from analysis.columns import FILE, KINDS, numbers, schema, tag, to_arrow, to_events
+from analysis.mend import Mends, mended, moments, without_far
+from analysis.parallel import read_all
+from analysis.reader import Found, Reading, Share
 
-FORMAT = 1
+FORMAT = 2
 """Of the cache; another number when its content comes to mean something else."""
-ALONE = 48 << 20
-"""Bytes up to which one process is quicker than several."""
+ABANDONED_S = 3600.0
+"""Age from which an unfinished cache is one that nobody writes any more, seconds."""
+SCRATCH = ".new-"
 E = TypeVar("E", bound=Event)
 _NAME = re.compile(r"(?P<role>[^-]+)-(?P<node>.+)-(?P<pid>\d+)\.jsonl$")
 
@@ -52,12 +50,9 @@ class EventFile(msgspec.Struct, frozen=True):
 class Index(msgspec.Struct):
     """What is known of a set of tables beside their rows."""
 
-    format: int
     files: list[EventFile]
     found: Found
-    repeats: dict[str, int] = {}
-    """Rows that stood twice, by kind."""
-    skews: list[Skew] = []
+    mends: Mends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,9 +93,8 @@ class Store:
         """Return the events that ended in [since, until]."""
         kept = {}
         for kind, table in self.tables.items():
-            start, end = numbers(table, "start"), numbers(table, "end")
-            at = np.where(end > 0, end, start)
-            kept[kind] = table.filter(pa.array((at >= since) & (at <= until)))
+            at = moments(table)
+            kept[kind] = table.filter(to_arrow((at >= since) & (at <= until)))
         return Store(tables=kept, index=self.index)
 
 
@@ -124,13 +118,23 @@ def open_store(folder: Path, files: Sequence[EventFile], cache: Path | None) -> 
     cached = _from_cache(cache, files) if cache else None
     if cached:
         return cached
-    tables, found = _read(folder, files)
-    whole, repeats, skews = mended(tables, [(file.role, file.node) for file in files])
-    index = Index(format=FORMAT, files=list(files), found=found, repeats=repeats, skews=skews)
+    tables, found = read_all(shares(folder, files))
+    near, far = without_far(tables)
+    whole, mends = mended(near, [(file.role, file.node) for file in files])
+    mends.far = far
+    index = Index(files=list(files), found=found, mends=mends)
     store = Store(tables=whole, index=index)
     if cache:
         _to_cache(store, cache)
     return store
+
+
+def shares(folder: Path, files: Sequence[EventFile]) -> list[Share]:
+    """Return the whole of each file, numbered."""
+    return [
+        Share(file=number, path=str(folder / file.name), start=0, end=file.size)
+        for number, file in enumerate(files)
+    ]
 
 
 def from_events(found: Iterable[Event], *, node: str = "") -> Store:
@@ -138,85 +142,12 @@ def from_events(found: Iterable[Event], *, node: str = "") -> Store:
     reading = Reading()
     reading.put(list(found), 0)
     name = EventFile(name="adapter", size=0, changed_ns=0, node=node)
-    tables, repeats, _ = mended(reading.tables(), [("", node)])
-    return Store(
-        tables=tables,
-        index=Index(format=FORMAT, files=[name], found=reading.found(), repeats=repeats),
-    )
+    tables, mends = mended(reading.tables(), [("", node)])
+    return Store(tables=tables, index=Index(files=[name], found=reading.found(), mends=mends))
 
 
 def _least(times: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:
     return float(np.min(times[times > 0], initial=np.inf)) if np.any(times > 0) else 0.0
-
-
-def _read(folder: Path, files: Sequence[EventFile]) -> tuple[dict[str, pa.Table], Found]:
-    processes = min(2, len(os.sched_getaffinity(0)))
-    if sum(file.size for file in files) <= ALONE or processes == 1:
-        reading = Reading()
-        for share in _shares(folder, files, 1)[0]:
-            reading.add(share)
-        return reading.tables(), reading.found()
-    parts: dict[str, list[pa.Table]] = {}
-    with TemporaryDirectory(prefix="agentrl-report-") as scratch:
-        folders = [Path(scratch) / str(i) for i in range(processes)]
-        _run_readers(folders, _shares(folder, files, processes))
-        found = [read_share(each, parts) for each in folders]
-    return {kind: pa.concat_tables(some) for kind, some in parts.items()}, _sum(found)
-
-
-def _run_readers(folders: Sequence[Path], shares: Sequence[list[Share]]) -> None:
-    """Have one process read each share. Raises RecordError in the process's own words."""
-    running = []
-    for folder, share in zip(folders, shares, strict=True):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "analysis.reader", str(folder)],
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        running.append((process, share))
-        if process.stdin:  # a share is smaller than a pipe, so this does not wait
-            process.stdin.write(msgspec.json.encode(share))
-            process.stdin.close()
-            process.stdin = None
-    for process, share in running:
-        _, said = process.communicate()
-        if process.returncode:
-            names = ", ".join(sorted({Path(each.path).name for each in share}))
-            raise RecordError(
-                f"reading {names} exited {process.returncode}: {said.decode(errors='replace')}"
-            )
-
-
-def _shares(folder: Path, files: Sequence[EventFile], many: int) -> list[list[Share]]:
-    """Cut all bytes of `files` into `many` equal runs."""
-    whole = sum(file.size for file in files)
-    cuts = [round(whole * i / many) for i in range(many + 1)]
-    shares: list[list[Share]] = [[] for _ in range(many)]
-    begin = 0
-    for number, file in enumerate(files):
-        for share, (low, high) in zip(shares, pairwise(cuts), strict=True):
-            start, end = max(low, begin) - begin, min(high, begin + file.size) - begin
-            if start < end:
-                path = str(folder / file.name)
-                share.append(Share(file=number, path=path, start=start, end=end))
-        begin += file.size
-    return shares
-
-
-def _sum(found: Sequence[Found]) -> Found:
-    counts: list[Counter[str]] = [Counter(), Counter(), Counter()]
-    for each in found:
-        for total, part in zip(
-            counts, (each.rejected, each.mended, each.unknown_fields), strict=True
-        ):
-            total.update(part)
-    rejected, mended_lines, unknown = map(dict, counts)
-    return Found(
-        lines=sum(each.lines for each in found),
-        rejected=rejected,
-        mended=mended_lines,
-        unknown_fields=unknown,
-    )
 
 
 def _from_cache(cache: Path, files: Sequence[EventFile]) -> Store | None:
@@ -230,18 +161,30 @@ def _from_cache(cache: Path, files: Sequence[EventFile]) -> Store | None:
 
 
 def _to_cache(store: Store, cache: Path) -> None:
-    """Write a folder and give it its name when it is whole; another report may read meanwhile."""
+    """Write a folder and give it its name when it is whole; other reports may do so meanwhile."""
     cache.mkdir(parents=True, exist_ok=True)
     ours = cache / _key(store.index.files)
     for old in cache.iterdir():
-        shutil.rmtree(old, ignore_errors=True)  # another report may remove it at this moment
-    scratch = Path(mkdtemp(dir=cache, prefix=".new-"))
-    for kind, table in store.tables.items():
-        pq.write_table(table, scratch / f"{kind}.parquet", compression="zstd")
-    (scratch / "index.json").write_bytes(msgspec.json.encode(store.index))
-    if not ours.exists():
-        scratch.rename(ours)
+        if not old.name.startswith(SCRATCH) or _is_abandoned(old):
+            shutil.rmtree(old, ignore_errors=True)  # another report may remove it at this moment
+    scratch = Path(mkdtemp(dir=cache, prefix=SCRATCH))
+    try:
+        for kind, table in store.tables.items():
+            pq.write_table(table, scratch / f"{kind}.parquet", compression="zstd")
+        (scratch / "index.json").write_bytes(msgspec.json.encode(store.index))
+        if not ours.exists():
+            scratch.rename(ours)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _is_abandoned(scratch: Path) -> bool:
+    try:
+        return time.time() - scratch.stat().st_mtime > ABANDONED_S
+    except FileNotFoundError:
+        return False  # it has become a cache just now
 
 
 def _key(files: Sequence[EventFile]) -> str:
-    return hashlib.sha256(msgspec.json.encode((FORMAT, files))).hexdigest()[:16]
+    columns = [str(schema(kind)) for kind in KINDS.values()]
+    return hashlib.sha256(msgspec.json.encode((FORMAT, columns, files))).hexdigest()[:16]

@@ -6,8 +6,9 @@ of the calls that ended in the bin. Engine busy share and tokens a second: growt
 `generated_tokens` between load samples of one engine, over the time between them, spread over the
 bins that they cover; busy is the mean over engines. A counter that falls is an engine that began
 anew. The idle share is 1 − Σ busy ÷ Σ time sampled. Without load samples, tokens a second are those
-of `engine_metrics`, or of the model calls. Running, queued and KV use: means of the engines'
-samples (`engine_metrics`, else load samples) in the bin, all engines added up; KV use is averaged.
+of `engine_metrics`, or of the model calls. Running, queued and KV use: a sample (`engine_metrics`,
+else a load sample) holds until its engine's next one, for three usual gaps at most; means over the
+bin's time, all engines added up; KV use is averaged.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import nan
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +36,8 @@ from analysis.spans import Floats
 from analysis.table import whole_percent
 
 BINS = 60
+HELD_GAPS = 3
+"""Usual gaps between samples for which one holds at most: of an engine that is down none does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,12 +99,11 @@ class Bins:
         edges: Floats = np.arange(BINS + 1, dtype=np.float64) * self.width
         return np.asarray(np.diff(_ramp(edges, low, rate) - _ramp(edges, high, rate)))
 
-    def mean(self, at: Floats, value: Floats) -> Floats:
-        """Return the mean of the values in each bin; NaN in an empty one."""
-        place = self.place(at)
-        many = np.bincount(place, minlength=BINS)
-        with np.errstate(invalid="ignore"):
-            return np.asarray(np.bincount(place, value, minlength=BINS) / many)
+    def mean(self, start: Floats, end: Floats, value: Floats) -> Floats:
+        """Return in each bin the mean of values that held from start to end; NaN where none did."""
+        covered = self.spread(start, end, end - start)
+        summed = self.spread(start, end, value * (end - start))
+        return np.where(covered > 1e-9, summed / np.maximum(covered, 1e-9), nan)
 
 
 @remembered
@@ -207,7 +210,8 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
             axes.set_ylim(0, 100)
     for axes in all_axes[-1:] if narrow else all_axes[-2:]:
         axes.set_xlabel("minutes since the first trajectory")
-    plot.save(figure, path, headline(rows), png=not narrow)
+    n = f"{sum(row.trajectories for row in rows):,} trajectories, {BINS} bins of time"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -265,12 +269,25 @@ def _loads(run: Run, bins: Bins) -> dict[str, Floats]:
     if metrics and np.isnan(found["tokens"]).all():
         found["tokens"] = _rates(metrics, bins)
     engines = len({sample.engine for sample in told})
-    at = np.array([sample.at for sample in told], np.float64)
+    held = list(_held(told))
+    start, end = (np.array([each[i] for each in held], np.float64) for i in (0, 1))
     for name, times in (("running", engines), ("waiting", engines), ("kv_use", 1)):
-        value = np.array([getattr(sample, name) for sample in told], np.float64)
+        value = np.array([getattr(sample, name) for _, _, sample in held], np.float64)
         known = value == value
-        found[name] = bins.mean(at[known], value[known]) * times
+        found[name] = bins.mean(start[known], end[known], value[known]) * times
     return found
+
+
+def _held(told: Sequence[_Sample]) -> Iterator[tuple[float, float, _Sample]]:
+    """Yield how long each sample holds: until its engine's next one, or a few usual gaps."""
+    by_engine: dict[str, list[_Sample]] = defaultdict(list)
+    for sample in told:
+        by_engine[sample.engine].append(sample)
+    for some in by_engine.values():
+        gaps = [new.at - old.at for old, new in pairwise(some)]
+        longest = HELD_GAPS * median(gaps) if gaps else 0.0
+        for sample, gap in zip(some, gaps, strict=False):
+            yield sample.at, sample.at + min(gap, longest), sample
 
 
 class _Sample(NamedTuple):
@@ -347,6 +364,7 @@ def _second(axes: Axes, rows: Sequence[Row], values: Sequence[float], name: str)
 FIGURE = Figure(
     name="throughput",
     title="Throughput",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

@@ -1,142 +1,235 @@
-"""A window of a run as Chrome trace JSON, which Perfetto and chrome://tracing open.
+"""Figure: what every node did in a few minutes, and the same as JSON for Perfetto.
 
-A process is a node, a thread one trajectory's slot, an engine or the trainer. Viewers fail on very
-large files, so a window has a bound on its events: what is past it is left out, and counted.
+`report` takes ten minutes around the longest step; alone, `--since` and `--until` choose. The JSON
+(report/trace.json) holds the whole window. The drawing is of its middle: of each node the first
+lanes, and as long a time as leaves the bars apart. Its shares are of the drawn lanes' time that
+trajectories fill.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from heapq import heapify, heapreplace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, PathPatch
+from matplotlib.path import Path as Outline
 
 from agentrl import events
-from agentrl.handoff.publish import publish_bytes
+from analysis import lanes, perfetto, plot
+from analysis.figure import Figure
+from analysis.memo import remembered
 from analysis.run_files import Run, load_run
+from analysis.table import whole_percent
 from analysis.window import Window
 
-MOST = 200_000
-"""Spans in a trace; about 40 MB."""
 WINDOW_S = 600.0
-"""Length of the window that `report` exports: around the longest step."""
-SPANS: dict[type[events.Event], str] = {
-    events.SandboxStart: "sandbox start",
-    events.Setup: "set-up",
-    events.ModelCall: "model call",
-    events.ToolCall: "command",
-    events.Grade: "grade",
+MOST_NODES, MOST_LANES, MOST_SPANS = 4, 12, 1200
+"""In the drawing."""
+SHORTEST_S = 5.0
+COLOURS = {
+    "sandbox start": plot.GOLD,
+    "set-up": plot.NAVY,
+    "model call": plot.SKY,
+    "command": plot.GREEN,
+    "grading": plot.PURPLE,
 }
-STEP_PARTS = ("wait", "update", "logprob", "publish", "checkpoint")
-Json = dict[str, object]
+
+NAMES = {
+    "sandbox start": "sandbox start",
+    "set-up": "set-up",
+    "model call": "model calls",
+    "command": "commands",
+    "grading": "grading",
+}
 
 
-def write_trace(run: Run, path: Path, *, most: int = MOST) -> str:
-    """Write the spans of `run` to `path`; say what is in it."""
-    spans = sorted(_spans(run), key=lambda span: float(str(span["ts"])))
-    left_out = max(0, len(spans) - most)
-    found = [*spans[:most], *_names(run)]
-    publish_bytes(path, msgspec.json.encode({"traceEvents": found, "displayTimeUnit": "ms"}))
-    more = f"; {left_out:,} later ones left out: take a shorter window" if left_out else ""
-    return f"{min(most, len(spans)):,} spans{more}"
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One bar of the drawing."""
+
+    node: str
+    lane: int
+    phase: str
+    trajectory: str
+    """Or the number of a step."""
+    start: float
+    """Since the drawing's left edge, seconds."""
+    end: float
 
 
-def chosen(run: Run) -> Run:
-    """Return the part of a run that a report exports: some minutes around its longest step."""
-    steps = run.of(events.Step)
+def chosen(run: Run) -> tuple[float, float]:
+    """Return the window that a report exports: some minutes around the longest step."""
     first, last = run.store.span()
     if last - first <= WINDOW_S:
-        return run
+        return first, last
+    steps = run.of(events.Step)
     middle = max(steps, key=lambda step: step.seconds).start if steps else (first + last) / 2
     since = max(first, min(middle - WINDOW_S / 2, last - WINDOW_S))
-    return run.within(since, since + WINDOW_S)
+    return since, since + WINDOW_S
 
 
-def _spans(run: Run) -> Iterator[Json]:
-    done = run.of(events.TrajectoryEvent)
-    lanes, nodes = _lanes(done), dict(zip(map(id, done), _nodes(run), strict=True))
-    place = {each.trajectory: (nodes[id(each)], lanes[id(each)]) for each in done}
-    for each in done:
-        more = {"task": each.task, "cause": each.cause, "reward": each.reward}
-        node, lane = place[each.trajectory]
-        yield _span(f"trajectory {each.trajectory}", each, node, lane, more)
-    for kind, name in SPANS.items():
-        for span in run.of(kind):
-            node, lane = place.get(str(getattr(span, "trajectory", "")), ("unfinished", 0))
-            yield _span(name, span, node, lane, _facts(span))
-    for step in run.of(events.Step):
-        yield _span(f"step {step.step}", step, "trainer", 0, step.metrics)
-        at = step.start
-        for part in STEP_PARTS:
-            seconds = getattr(step, f"{part}_s")
-            if seconds > 0:  # parts follow each other; their order in the step is not recorded
-                piece = events.Event(start=at, end=at + seconds)
-                yield _span(part, piece, "trainer", 1, {})
-                at += seconds
-    for fault in run.of(events.EngineFault):
-        yield _span(f"fault: {fault.cause}", fault, "engines", 0, {"engine": fault.engine})
+@remembered
+def window(run: Run) -> list[lanes.Span]:
+    """Return the spans of the window that is chosen for a run."""
+    return lanes.spans(run, chosen(run))
 
 
-def _span(name: str, span: events.Event, node: str, lane: int, more: object) -> Json:
-    return {
-        "name": name,
-        "ph": "X",
-        "ts": span.start * 1e6,
-        "dur": max(0.0, span.end - span.start) * 1e6,
-        "pid": node,
-        "tid": lane,
-        "args": more,
-    }
+@remembered
+def table(run: Run) -> list[Row]:
+    return bars(window(run), chosen(run))
 
 
-def _facts(span: events.Event) -> Json:
-    skipped = ("start", "end")
-    return {k: v for k, v in msgspec.structs.asdict(span).items() if k not in skipped}
+def bars(found: Sequence[lanes.Span], within: tuple[float, float]) -> list[Row]:
+    """Return the bars of the drawing: few enough lanes, and a time that leaves them apart."""
+    every = [span for span in found if span.phase in COLOURS or span.phase == "step"]
+    is_shown = _shown_nodes(every)
+    some = [span for span in every if span.node in is_shown and span.lane < MOST_LANES]
+    low, high = within
+    while high - low > SHORTEST_S and len(some) > MOST_SPANS:
+        low, high = low + (high - low) / 4, high - (high - low) / 4
+        some = [span for span in some if span.end > low and span.start < high]
+    return [
+        Row(
+            node=span.node,
+            lane=span.lane,
+            phase=span.phase,
+            trajectory=str(span.facts.get("trajectory", span.name.removeprefix("step "))),
+            start=max(span.start, low) - low,
+            end=min(span.end, high) - low,
+        )
+        for span in some
+    ]
 
 
-def _nodes(run: Run) -> list[str]:
-    return [f"node {name}" for name in run.store.nodes(events.TrajectoryEvent)]
+def _shown_nodes(every: Sequence[lanes.Span]) -> set[str]:
+    nodes = sorted({span.node for span in every} - {lanes.TRAINER, lanes.UNFINISHED})
+    return {*nodes[:MOST_NODES], lanes.TRAINER}
 
 
-def _lanes(done: Sequence[events.TrajectoryEvent]) -> dict[int, int]:
-    """Give each trajectory the lowest lane that is free when it starts."""
-    lanes: dict[int, int] = {}
-    busy: list[tuple[float, int]] = []
-    heapify(busy)
-    for each in sorted(done, key=lambda each: each.start):
-        if busy and busy[0][0] <= each.start:
-            lane = busy[0][1]
-            heapreplace(busy, (each.end, lane))
-        else:
-            lane = len(busy)
-            busy.append((each.end, lane))
-            heapify(busy)
-        lanes[id(each)] = lane
-    return lanes
+def shares(rows: Sequence[Row]) -> dict[str, float]:
+    """Return each phase's share of the time from first to last bar of each trajectory."""
+    whole: dict[tuple[str, str], tuple[float, float]] = {}
+    spent: dict[str, float] = defaultdict(float)
+    for row in rows:
+        if row.phase in COLOURS:
+            spent[row.phase] += row.end - row.start
+            key = (row.node, row.trajectory)
+            low, high = whole.get(key, (row.start, row.end))
+            whole[key] = min(low, row.start), max(high, row.end)
+    total = sum(high - low for low, high in whole.values())
+    return {phase: spent[phase] / total for phase in COLOURS if spent[phase] and total}
 
 
-def _names(run: Run) -> Iterator[Json]:
-    for node in sorted({*_nodes(run), "trainer"}):
-        yield {"name": "process_name", "ph": "M", "pid": node, "tid": 0, "args": {"name": node}}
+@plot.styled
+def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
+    places = _places(rows)
+    figure, (axes,) = plot.column([0.9 + 0.115 * (max(places.values()) + 2)], narrow=narrow)
+    for phase, colour in COLOURS.items():
+        some = [row for row in rows if row.phase == phase]
+        _boxes(axes, some, [places[row.node, row.lane] for row in some], colour)
+    steps = [row for row in rows if row.phase == "step"]
+    for number, step in enumerate(steps):
+        place = [places[step.node, step.lane]]
+        _boxes(axes, [step], place, (plot.GREY, plot.MUTED)[number % 2])
+    _name_nodes(axes, places)
+    axes.set_xlim(0, max(row.end for row in rows))
+    axes.set_ylim(max(places.values()) + 1, -1)
+    axes.set_xlabel("seconds in the window; the trainer's bars are steps")
+    axes.grid(visible=False, axis="y")
+    seen = {row.phase for row in rows}
+    handles = [Patch(color=c, label=phase) for phase, c in COLOURS.items() if phase in seen]
+    figure.legend(handles=handles, loc="outside lower left", ncols=3 if narrow else 5)
+    n = f"{len(rows):,} spans in {len(places)} lanes"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
+
+
+def headline(rows: Sequence[Row]) -> str:
+    found = shares(rows)
+    seconds = max(row.end for row in rows)
+    if not found:
+        return f"In these {plot.spoken(seconds)} no trajectory was under way"
+    most = max(found, key=lambda phase: found[phase])
+    share = whole_percent(found[most])
+    return f"In these {plot.spoken(seconds)}, {share} of the trajectories' time was {NAMES[most]}"
+
+
+def finding(rows: Sequence[Row]) -> str:
+    steps = [row.trajectory for row in rows if row.phase == "step"]
+    told = f" Steps {steps[0]} to {steps[-1]} are shown." if steps else ""
+    return (
+        f"{headline(rows)} (n = {len(rows):,} spans; of each node {MOST_LANES} lanes at most)."
+        f"{told} White is waiting that no span covers. trace.json holds all of the window."
+    )
+
+
+def _places(rows: Sequence[Row]) -> dict[tuple[str, int], int]:
+    """Return the height of each lane: the trainer on top, a gap between nodes."""
+    keys = sorted({(row.node != lanes.TRAINER, row.node, row.lane) for row in rows})
+    places: dict[tuple[str, int], int] = {}
+    at = 0
+    for old, (_, node, lane) in zip([None, *keys], keys, strict=False):
+        at += 1 + (old is not None and old[1] != node)
+        places[node, lane] = at - 1
+    return places
+
+
+def _boxes(axes: Axes, rows: Sequence[Row], places: Sequence[int], colour: str) -> None:
+    """Draw all bars of one colour as one outline: a page with a thousand elements is slow."""
+    if not rows:
+        return
+    corners = np.zeros((len(rows), 5, 2))
+    corners[:, :, 0] = [(r.start, r.end, r.end, r.start, r.start) for r in rows]
+    corners[:, :, 1] = [(y - 0.45, y - 0.45, y + 0.45, y + 0.45, y - 0.45) for y in places]
+    codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * len(rows)
+    outline = Outline(corners.reshape(-1, 2), codes)
+    axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor=plot.INK, linewidth=0.2))
+
+
+def _name_nodes(axes: Axes, places: dict[tuple[str, int], int]) -> None:
+    nodes = dict.fromkeys(node for node, _ in places)
+    middles = []
+    for node in nodes:
+        mine = [place for (name, _), place in places.items() if name == node]
+        middles.append((min(mine) + max(mine)) / 2)
+    axes.set_yticks(middles, plot.fitting(axes, list(nodes)))
+
+
+FIGURE = Figure(
+    name="trace",
+    title="A few minutes of every node",
+    row=Row,
+    table=table,
+    draw=draw,
+    finding=finding,
+    missing="No span of a trajectory or of a step was recorded.",
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write report/trace.json of each run."""
+    """Write report/trace.json and the figure of each run."""
     arguments = argparse.ArgumentParser(prog="python -m analysis.trace", description=__doc__)
     arguments.add_argument("runs", metavar="RUN", nargs="+")
     arguments.add_argument("--since", default="", help="2026-11-30T01:00, or 90m after the begin")
     arguments.add_argument("--until", default="")
     given = arguments.parse_args(argv)
     for name in given.runs:
-        is_given = given.since or given.until
-        window = Window(since=given.since, until=given.until) if is_given else None
-        run = load_run(Path(name), window=window)
-        path = run.report / "trace.json"
-        said = write_trace(run if is_given else chosen(run), path)
-        print(f"{path}: {said}")
+        run = load_run(Path(name))
+        first, last = run.store.span()
+        bounds = chosen(run)
+        if given.since or given.until:
+            low, high = Window(since=given.since, until=given.until).bounds(first)
+            bounds = max(first, low), min(last, high)
+        found = lanes.spans(run, bounds)
+        said = perfetto.write_trace(found, run.report / "trace.json")
+        print(f"{run.report / 'trace.json'}: {said}")
+        written = FIGURE.write_rows(bars(found, bounds), run.report)
+        print(f"{run.report / 'trace'}.png .svg .csv: {written.finding}")
     return 0
 
 

@@ -85,7 +85,8 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     all_axes[-1].set_xlabel("step")
     if not narrow:
         all_axes[-2].set_xlabel("step")
-    plot.save(figure, path, headline(rows), png=not narrow)
+    n = f"{len(rows)} steps; dots are steps, lines their mean over {WINDOW}"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -145,6 +146,7 @@ def _mean(rows: Sequence[Row], name: str) -> float:
 FIGURE = Figure(
     name="training_curves",
     title="Training curves",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

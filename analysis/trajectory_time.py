@@ -136,9 +136,10 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
         [mean[phase] for phase in shown],
         [COLOURS[phase] for phase in shown],
     )
-    left.set_title(f"Mean of {len(counted(rows)):,} trajectories")
+    left.set_title("Mean of a trajectory")
     _spread(right, [row.total for row in counted(rows)])
-    plot.save(figure, path, headline(rows), png=not narrow)
+    n = f"{len(counted(rows)):,} graded trajectories of the steady state, of {len(rows):,}"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -202,6 +203,7 @@ def _spread(axes: Axes, totals: Sequence[float]) -> None:
 FIGURE = Figure(
     name="trajectory_time",
     title="Where a trajectory's time goes",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

@@ -184,18 +184,21 @@ RULES: tuple[Rule, ...] = (
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=1.0 + 0.4 * len(rows))
+    figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=1.2 + 0.5 * len(rows))
     plot.bars(
         axes,
         [row.what for row in rows],
-        [100 * row.share for row in rows],
-        [f"{100 * row.share:.0f} % · {row.setting}" for row in rows],
+        [row.weight for row in rows],
+        [
+            f"{whole_percent(row.share)} against {whole_percent(row.bound)}\n{row.setting}"
+            for row in rows
+        ],
         colours=plot.SKY,
     )
-    places = list(range(len(rows)))
-    axes.plot([100 * row.bound for row in rows], places, "|", color=plot.INK, markersize=16)
-    axes.set_xlabel("% of time or work; the line is the bound of the rule")
-    plot.save(figure, path, headline(rows), png=not narrow)
+    axes.axvline(1, color=plot.INK, linewidth=1.2, linestyle=(0, (4, 3)))
+    axes.set_xlabel("share ÷ the bound of its rule; up to 1 it is no matter")
+    n = f"{len(rows)} of {len(RULES)} rules, those above their bound"
+    plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -210,6 +213,7 @@ def finding(rows: Sequence[Row]) -> str:
 FIGURE = Figure(
     name="what_now",
     title="What now",
+    row=Row,
     table=table,
     draw=draw,
     finding=finding,

@@ -7,13 +7,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from agentrl.events import Event
 from analysis.evaluations import Evaluation
 
-LEAST_CHARACTERS = 160
+EXAMPLE_CHARACTERS = 160
 """Of a line that is shown as an example."""
+REASON_CHARACTERS = 120
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -36,8 +40,27 @@ class Adapted:
 
     def refuse(self, reason: str, line: str = "") -> None:
         """Count a line that is not understood, with one example of each reason."""
+        reason = reason[:REASON_CHARACTERS]
         self.unknown[reason] += 1
-        self.examples.setdefault(reason, line.strip()[:LEAST_CHARACTERS])
+        self.examples.setdefault(reason, line.strip()[:EXAMPLE_CHARACTERS])
+
+    def decoded(self, data: bytes | str, kind: type[T], name: str) -> T | None:
+        """Return JSON as a `kind`; another shape is counted with the place that differs."""
+        try:
+            return msgspec.json.decode(data, type=kind)
+        except msgspec.ValidationError as error:
+            self.refuse(f"JSON of another shape: {error}", name)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            self.refuse("not JSON", name)
+        return None
+
+    def moment(self, text: str, line: str) -> float | None:
+        """Return `seconds` of a time; a text that is none is counted."""
+        try:
+            return seconds(text)
+        except (ValueError, OverflowError):
+            self.refuse("a time that is none", line)
+            return None
 
     def say(self, source: str) -> list[str]:
         """Return what the report says of this source."""
@@ -62,7 +85,11 @@ class Source(Protocol):
         """Add what the files hold."""
 
 
+def since_epoch(at: datetime) -> float:
+    """Return seconds since the epoch; a time without a zone is taken as UTC."""
+    return (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp()
+
+
 def seconds(text: str) -> float:
-    """Return seconds since the epoch of an ISO 8601 time; one without a zone is taken as UTC."""
-    found = datetime.fromisoformat(text.strip())
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+    """Return `since_epoch` of an ISO 8601 time."""
+    return since_epoch(datetime.fromisoformat(text.strip()))

@@ -12,11 +12,12 @@ from agentrl import events
 from agentrl.events import Event
 from analysis.evaluations import Evaluation
 from analysis.sources.adapted import Adapted, Source
+from analysis.sources.harbor import Harbor
+from analysis.sources.mini_swe_agent import UNGRADED, MiniSweAgent
 from analysis.sources.sglang import SglangLog, SglangMetrics
 from analysis.sources.slime import RolloutDump, SlimeLog
 from analysis.sources.slurm import Sacct, SlurmLog
 from analysis.sources.swebench import SwebenchReport
-from analysis.sources.trajectories import UNGRADED, Harbor, MiniSweAgent
 
 SOURCES: tuple[Source, ...] = (
     Sacct(), SwebenchReport(), Harbor(), MiniSweAgent(), RolloutDump(), SglangMetrics(),

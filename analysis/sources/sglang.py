@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from math import isfinite
 from pathlib import Path
 
 import msgspec
 
 from agentrl import events
-from analysis.sources.adapted import Adapted, seconds
+from analysis.sources.adapted import Adapted
 
 _LINE = re.compile(
     r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?"
     r"(?P<rank>(?: [A-Z]+\d+)*)\] (?P<text>.*)"
 )
 _BATCH = re.compile(r"(?P<kind>Decode|Prefill) batch\b")
-_NUMBER = r":\s*(-?\d+(?:\.\d+)?)"
+_NUMBER = r":\s*(-?\d{1,15}(?:\.\d+)?)(?!\d)"
 _FIELDS = {
     name: re.compile(re.escape(label) + _NUMBER)
     for name, label in {
@@ -48,7 +49,7 @@ _PASSED = {
     "cache": re.compile(r"Cache flushed|flush_cache|Abort|abort|Pause|Continue|weight"),
 }
 _SAMPLE = re.compile(
-    r"(?P<name>sglang:[a-z_:0-9]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)(?: (?P<ms>\d+))?$"
+    r"(?P<name>sglang:[a-z_:0-9]+)(?:\{(?P<labels>[^}]*)\})? (?P<value>\S+)(?: (?P<ms>\d{1,15}))?$"
 )
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _GAUGES = {
@@ -91,7 +92,9 @@ class SglangLog:
             else:
                 self._decode(found, engine, into)
         elif fault := _FAULT.search(text):
-            at = seconds(found["time"]) if found else 0.0
+            at = into.moment(found["time"], line) if found else 0.0
+            if at is None:
+                return
             into.known += 1
             into.events.append(
                 events.EngineFault(
@@ -114,8 +117,10 @@ class SglangLog:
         if running is None or rate is None:
             into.refuse("decode batch without running requests or throughput", text)
             return
+        at = into.moment(found["time"], text)
+        if at is None:
+            return
         graph = _GRAPH.search(text)
-        at = seconds(found["time"])
         into.known += 1
         into.events.append(
             events.EngineMetrics(
@@ -174,13 +179,22 @@ class SglangMetrics:
             into.passed["other metrics"] += 1
             return 0.0
         rank = "".join(f"/{key}{labels[key]}" for key in ("dp_rank", "tp_rank") if key in labels)
-        try:
-            ranks.setdefault(rank, {})[name] = float(found["value"])
-        except ValueError:
+        value = _finite(found["value"])
+        if value is None:
             into.refuse("sample without a number", line)
             return 0.0
+        ranks.setdefault(rank, {})[name] = value
         into.known += 1
         return float(found["ms"]) / 1000 if found["ms"] else 0.0
+
+
+def _finite(text: str) -> float | None:
+    """Return a number, or None: Prometheus also writes NaN and +Inf."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if isfinite(value) else None
 
 
 def _metrics(engine: str, values: dict[str, float], at: float) -> events.EngineMetrics:

@@ -8,18 +8,19 @@ pickles, which are not opened here.
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
+
 from agentrl import events
-from analysis.sources.adapted import Adapted, seconds
+from analysis.sources.adapted import Adapted
 
 _LINE = re.compile(
     r"(?:\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[^\]]*\] )?(?:\S+\.py:\d+ - )?"
-    r"(?P<what>perf|rollout|step|eval) (?P<number>\d+): (?P<values>\{.*\})\s*$"
+    r"(?P<what>perf|rollout|step|eval) (?P<number>\d{1,12}): (?P<values>\{.*\})\s*$"
 )
 _NOT_A_NUMBER = re.compile(r"(?<=: )-?(?:nan|inf)\b")
 _PASSED = {
@@ -44,6 +45,8 @@ METRICS = {
 }
 """Our metric → theirs, the first that is there."""
 Values = Mapping[str, float]
+LARGEST = 1e300
+"""Numbers past this, and NaN, are left out."""
 
 
 class SlimeLog:
@@ -75,7 +78,8 @@ class SlimeLog:
                 number = int(line["number"])
                 found[line["what"]][number].update(values)
                 if line["time"] and "perf/step_time" in values:
-                    times[number] = seconds(line["time"])
+                    at = into.moment(line["time"], text)
+                    times |= {number: at} if at is not None else {}
         into.events += _steps(found, times, into)
 
     def _other(self, text: str, into: Adapted) -> None:
@@ -100,38 +104,43 @@ class RolloutDump:
     def read(self, paths: Iterable[Path], into: Adapted) -> None:
         """Add one trajectory a sample; a dump holds no times, so none are given."""
         for path in paths:
-            with path.open(errors="replace") as file:
+            with path.open("rb") as file:
                 for line in file:
                     into.lines += 1
-                    try:
-                        sample = json.loads(line)
-                    except ValueError:
-                        into.refuse("not JSON", line)
-                        continue
-                    self._sample(sample, into)
+                    sample = into.decoded(line, _Sample, line.decode(errors="replace"))
+                    if sample is not None:
+                        into.known += 1
+                        into.events.append(_trajectory(sample))
         into.notes.append("dumps hold no times: their trajectories are left out of time figures.")
 
-    def _sample(self, sample: object, into: Adapted) -> None:
-        if not isinstance(sample, dict) or "status" not in sample:
-            into.refuse("not a sample", str(sample))
-            return
-        status = str(sample["status"]).rpartition(".")[2].lower()
-        cause = {"completed": "submitted", "truncated": "token_limit", "aborted": "cancelled"}
-        reward = sample.get("reward")
-        is_graded = status in ("completed", "truncated") and isinstance(reward, (int, float))
-        into.known += 1
-        into.events.append(
-            events.TrajectoryEvent(
-                trajectory=f"{sample.get('group_index')}/{sample.get('index')}",
-                draw=int(sample.get("group_index") or 0),
-                task=str((sample.get("metadata") or {}).get("instance_id", "")),
-                attempt=int(sample.get("index") or 0),
-                cause=cause.get(status, "infra"),
-                reward=float(reward) if is_graded and reward is not None else None,
-                sampled_tokens=int(sample.get("response_length") or 0),
-                tokens=len(sample.get("tokens") or ()),
-            )
-        )
+
+class _Sample(msgspec.Struct, frozen=True):
+    """The keys of `Sample.to_dict()` that are used."""
+
+    status: str
+    group_index: int | None = None
+    index: int | None = None
+    reward: float | dict[str, object] | None = None
+    """A number, or a map of several where slime was told a reward key."""
+    response_length: int = 0
+    tokens: list[int] = []
+    metadata: dict[str, object] | None = None
+
+
+def _trajectory(sample: _Sample) -> events.TrajectoryEvent:
+    status = sample.status.rpartition(".")[2].lower()
+    cause = {"completed": "submitted", "truncated": "token_limit", "aborted": "cancelled"}
+    reward = sample.reward if isinstance(sample.reward, float) else None
+    return events.TrajectoryEvent(
+        trajectory=f"{sample.group_index}/{sample.index}",
+        draw=sample.group_index or 0,
+        task=str((sample.metadata or {}).get("instance_id", "")),
+        attempt=sample.index or 0,
+        cause=cause.get(status, "infra"),
+        reward=reward if status in ("completed", "truncated") else None,
+        sampled_tokens=sample.response_length,
+        tokens=len(sample.tokens),
+    )
 
 
 def _values(text: str) -> dict[str, float] | None:
@@ -139,11 +148,14 @@ def _values(text: str) -> dict[str, float] | None:
         found = ast.literal_eval(_NOT_A_NUMBER.sub("None", text))
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None  # not one of theirs after all: the line is counted
+    if not isinstance(found, dict):
+        return None
     return {str(key): float(value) for key, value in found.items() if _is_number(value)}
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_true = isinstance(value, bool)
+    return isinstance(value, (int, float)) and not is_true and abs(value) < LARGEST
 
 
 def _steps(

@@ -20,6 +20,7 @@ ORDER = ("COMPLETED", "PENDING", "RUNNING", "COMPLETING", "SUSPENDED", "REQUEUED
          "BOOT_FAIL", "FAILED")  # fmt: skip
 """States from best to worst."""
 NEEDED = ("JobID", "State", "Start", "End")
+TIMES = ("Start", "End", "Submit")
 _NONE = ("", "Unknown", "None", "N/A")
 _CONTROLLER = re.compile(r"^(?:slurmctld: )?\[(?P<time>[\dT:.-]+)\] (?P<text>.*)")
 _TOLD = {
@@ -53,7 +54,7 @@ class Sacct:
     def read(self, paths: Iterable[Path], into: Adapted) -> None:
         """Add a begin and an end of each launch attempt, and its wait in the queue as a drop."""
         for path in paths:
-            lines = path.read_text(errors="replace").splitlines()
+            lines = path.read_text(errors="replace").splitlines() or [""]
             header = lines[0].rstrip("|").split("|")
             missing = [name for name in NEEDED if name not in header]
             if missing:
@@ -75,7 +76,7 @@ class Sacct:
                 into.passed["steps"] += 1
             elif row["Start"] in _NONE:
                 into.passed["jobs that did not start"] += 1
-            else:
+            elif all(_is_time(row.get(name, ""), line, into) for name in TIMES):
                 into.known += 1
                 found[job["leader"], row["Start"]].append(row)
         for number, ((leader, start), rows) in enumerate(sorted(found.items()), 1):
@@ -102,14 +103,11 @@ class SlurmLog:
         controller = _CONTROLLER.match(line)
         if stepd := _STEPD.search(line):
             why = (stepd["why"] or "cancelled").strip().lower()
-            into.known += 1
-            into.events.append(_signal(why, f"job {stepd['job']}", seconds(stepd["time"])))
+            _add(into, why, f"job {stepd['job']}", into.moment(stepd["time"], line))
         elif _OOM.search(line):
-            into.known += 1
-            into.events.append(_signal("out of memory", line.strip()[:120], 0.0))
+            _add(into, "out of memory", line.strip()[:120], 0.0)
         elif srun := _SRUN.search(line):
-            into.known += 1
-            into.events.append(_signal(f"srun: {srun['what']}", srun["node"], 0.0))
+            _add(into, f"srun: {srun['what']}", srun["node"], 0.0)
         elif controller is None:
             into.refuse("no line of Slurm", line)
         else:
@@ -119,8 +117,7 @@ class SlurmLog:
         for what, sign in _TOLD.items():
             if found := sign.search(controller["text"]):
                 who = next((group for group in found.groups() if group), "")
-                into.known += 1
-                into.events.append(_signal(what, who, seconds(controller["time"])))
+                _add(into, what, who, into.moment(controller["time"], line))
                 return
         if _PASSED.search(controller["text"]):
             into.passed["scheduling"] += 1
@@ -152,5 +149,12 @@ def _badness(state: str) -> int:
     return ORDER.index(state) if state in ORDER else len(ORDER)
 
 
-def _signal(name: str, action: str, at: float) -> events.Signal:
-    return events.Signal(name=name, action=action, start=at, end=at)
+def _is_time(text: str, line: str, into: Adapted) -> bool:
+    return text in _NONE or into.moment(text, line) is not None
+
+
+def _add(into: Adapted, name: str, action: str, at: float | None) -> None:
+    """Add a signal event, unless its time was none."""
+    if at is not None:
+        into.known += 1
+        into.events.append(events.Signal(name=name, action=action, start=at, end=at))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from agentrl.estimators import cluster_mean
 from analysis.evaluations import Estimate, Evaluation
 from analysis.sources.adapted import Adapted
-
-GRADED = ("resolved_ids", "unresolved_ids", "empty_patch_ids")
-LOST = ("error_ids", "incomplete_ids")
 
 
 class SwebenchReport:
@@ -28,32 +26,43 @@ class SwebenchReport:
 
     def read(self, paths: Iterable[Path], into: Adapted) -> None:
         """Add an evaluation a run. Errors are not failures: such an instance is not graded."""
-        single: dict[str, bool] = {}
+        single: dict[str, float] = {}
         for path in sorted(paths):
             into.lines += 1
-            try:
-                found = json.loads(path.read_bytes())
-            except ValueError as error:
-                into.refuse("not JSON", f"{path.name}: {error}")
-                continue
-            if isinstance(found, dict) and isinstance(found.get("resolved_ids"), list):
+            data = path.read_bytes()
+            if b'"resolved_ids"' in data:
+                if run := into.decoded(data, _Run, path.name):
+                    into.known += 1
+                    into.evaluations.append(_of_run(path.stem, run))
+            elif (instances := _instances(data, path.name, into)) is not None:
                 into.known += 1
-                into.evaluations.append(_of_run(path, found))
-            elif isinstance(found, dict) and all(isinstance(x, dict) for x in found.values()):
-                into.known += 1
-                single.update({k: bool(v.get("resolved")) for k, v in found.items()})
-            else:
-                into.refuse("neither a run's report nor an instance's", path.name)
+                single |= {name: float(each.resolved) for name, each in instances.items()}
         if single:
-            shares = {task: float(solved) for task, solved in single.items()}
-            into.evaluations.append(_evaluation("instances", shares, {}))
+            into.evaluations.append(_evaluation("instances", single, {}))
 
 
-def _of_run(path: Path, found: Mapping[str, list[str]]) -> Evaluation:
-    shares = {task: 0.0 for name in GRADED for task in found.get(name, ())}
-    shares |= dict.fromkeys(found["resolved_ids"], 1.0)
-    counts = {name.removesuffix("_ids"): len(found.get(name, ())) for name in (*GRADED, *LOST)}
-    return _evaluation(path.stem, shares, counts)
+class _Run(msgspec.Struct, frozen=True):
+    resolved_ids: list[str]
+    unresolved_ids: list[str] = []
+    empty_patch_ids: list[str] = []
+    error_ids: list[str] = []
+    incomplete_ids: list[str] = []
+
+
+class _Instance(msgspec.Struct, frozen=True):
+    resolved: bool
+
+
+def _instances(data: bytes, name: str, into: Adapted) -> dict[str, _Instance] | None:
+    return into.decoded(data, dict[str, _Instance], name)
+
+
+def _of_run(name: str, found: _Run) -> Evaluation:
+    """Return a run's evaluation: errors and what did not end are in no denominator."""
+    shares = dict.fromkeys((*found.unresolved_ids, *found.empty_patch_ids), 0.0)
+    shares |= dict.fromkeys(found.resolved_ids, 1.0)
+    counts = {key.removesuffix("_ids"): len(ids) for key, ids in asdict(found).items()}
+    return _evaluation(name, shares, counts)
 
 
 def _evaluation(name: str, shares: Mapping[str, float], causes: dict[str, int]) -> Evaluation:

@@ -124,7 +124,8 @@ async def page(browser: str, profile: Path) -> AsyncIterator[Page]:
             await tab.attach()
             yield tab
     finally:
-        process.kill()
+        if process.returncode is None:
+            process.kill()
         await process.communicate()
 
 

@@ -62,7 +62,10 @@ def test_every_figure_shows_and_nothing_complains(
     assert overflow == 0
     shown = {each["id"] for each in seen if each["box"]["height"] > 60 and each["marks"] > 10}
     drawn = {figure.name for figure in FIGURES} - {"solve_groups"}
-    wanted = {f"{run}-{name}" for run in ("before", "after") for name in drawn} | {"compare"}
+    wanted = {f"{run}-{name}" for run in ("before", "after") for name in drawn} | {
+        "compare",
+        "sandbox_runs",
+    }
     assert wanted - shown == set()
     assert all(each["box"]["right"] <= width for each in seen)
 

@@ -14,9 +14,12 @@ from analysis import (
     cap_replay,
     compare,
     gpu_hours,
+    lanes,
     long_tail,
+    perfetto,
     plot,
     sandbox_time,
+    several,
     solve_groups,
     throughput,
     trace,
@@ -125,11 +128,29 @@ def test_sandbox_steps_are_told_by_backend(tmp_path: Path) -> None:
 def test_a_trace_opens_in_a_viewer_and_says_what_it_left_out(tmp_path: Path) -> None:
     write(tmp_path, *call(0, 0, 10, 50), trajectory(0, 12), trajectory(1, 15))
     path = tmp_path / "trace.json"
-    said = trace.write_trace(load_run(tmp_path), path, most=3)
-    spans = [e for e in json.loads(path.read_bytes())["traceEvents"] if e["ph"] == "X"]
+    said = perfetto.write_trace(trace.window(load_run(tmp_path)), path, most=3)
+    found = json.loads(path.read_bytes())["traceEvents"]
+    spans = [e for e in found if e["ph"] == "X"]
     assert "1 later ones left out" in said
     assert {e["tid"] for e in spans if e["name"].startswith("trajectory")} == {0, 1}
     assert spans[0]["ts"] == AT * 1e6
+    assert found[0]["args"] == {"name": "node a"}
+
+
+def test_a_lane_is_taken_again_when_it_is_free() -> None:
+    starts, ends = [0.0, 1.0, 2.0, 0.0, 5.0], [2.0, 4.0, 3.0, 9.0, 6.0]
+    assert lanes.lanes(starts, ends, ["a", "a", "a", "b", "a"]) == [0, 1, 0, 0, 0]
+
+
+def test_a_trace_shows_what_was_under_way_and_whose_it_was(tmp_path: Path) -> None:
+    write(tmp_path, *call(0, 0, 10, 50), *call(0, 1, 400, 90), trajectory(0, 402))
+    run = load_run(tmp_path)
+    found = lanes.spans(run, (AT + 9.5, AT + 300))
+    assert [(span.phase, span.node) for span in found] == [
+        ("trajectory", "node a"), ("command", "node a"),
+    ]  # fmt: skip
+    rows = trace.bars(lanes.spans(run, (AT, AT + 402)), (AT, AT + 402))
+    assert trace.shares(rows) == {"model call": 18 / 400, "command": 2 / 400}
 
 
 def test_advice_is_only_given_above_its_bound(tmp_path: Path) -> None:
@@ -182,6 +203,47 @@ def test_a_comparison_pairs_evaluations_by_task(tmp_path: Path) -> None:
 def test_two_runs_are_compared_or_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="takes two run directories"):
         write_report([tmp_path], is_compared=True)
+
+
+def test_a_zero_on_the_floor_of_a_panel_is_seen() -> None:
+    _, (axes,) = plot.grid(1, narrow=False)
+    assert len(plot.keep_in_view(axes, range(51), [0.0, *[1.0] * 50])) == 51
+
+
+def test_several_runs_have_their_sandboxes_side_by_side(tmp_path: Path) -> None:
+    for i, name in enumerate(("one", "two")):
+        start = events.SandboxStart(trajectory="0/0/0", backend="docker", start=AT, end=AT + 3 + i)
+        failed = events.SandboxStart(
+            trajectory="0/0/0", backend="docker", ok=False, start=AT, end=AT + 60
+        )
+        write(tmp_path / name, start, failed, trajectory(0, 100))
+    runs = {name: load_run(tmp_path / name) for name in ("one", "two")}
+    rows = sandbox_time.side_by_side(runs)
+    assert [(row.backend, row.phase, row.n, row.median) for row in rows] == [
+        ("one, docker", "start", 1, 3), ("two, docker", "start", 1, 4),
+    ]  # fmt: skip
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+    assert several.labels([tmp_path / "a" / "demo", tmp_path / "b" / "demo"]) == [
+        "a/demo", "b/demo",
+    ]  # fmt: skip
+    with pytest.raises(RecordError, match="named twice"):
+        several.labels([tmp_path, tmp_path])
+
+
+def test_a_load_sample_holds_until_the_next_and_not_through_an_outage(tmp_path: Path) -> None:
+    metrics = [
+        events.EngineMetrics(engine="a", running=n, start=AT + at, end=AT + at)
+        for at, n in ((0, 2), (10, 4), (20, 6), (50, 8), (60, 0))
+    ]
+    write(tmp_path, *metrics, trajectory(0, 60))
+    running = [row.running for row in throughput.table(load_run(tmp_path))]
+    assert (running[5], running[15], running[25], running[55]) == (2, 4, 6, 8)
+    write(tmp_path / "down", *metrics[:3], metrics[4], trajectory(0, 60))
+    running = [row.running for row in throughput.table(load_run(tmp_path / "down"))]
+    assert running[49] == 6
+    assert running[50] != running[50]
 
 
 def test_a_value_far_out_is_marked_and_not_cut(tmp_path: Path) -> None:

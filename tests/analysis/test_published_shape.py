@@ -13,12 +13,14 @@ from analysis import (
     solve_groups,
     solve_rate,
     step_time,
+    throughput,
     training_curves,
     trajectory_time,
     what_now,
 )
 from analysis.run_files import Run, load_run
-from benchmarks.make_run import CYCLE_S, Shape, Truth, make
+from benchmarks.make_inference import CYCLE_S, ENGINES, NODES, Shape
+from benchmarks.make_run import Truth, make
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +37,8 @@ def test_damage_is_counted_and_undone(made: tuple[Run, Truth]) -> None:
     run, truth = made
     index = run.store.index
     assert run.rejected == {"torn last line": truth.torn, "NUL bytes alone": truth.nul}
-    assert index.repeats == {"grade": truth.repeats}
-    (skew,) = index.skews
+    assert index.mends.repeats == {"grade": truth.repeats}
+    (skew,) = index.mends.skews
     assert skew.seconds == pytest.approx(truth.skew_s, abs=1.0)
 
 
@@ -52,6 +54,9 @@ def test_steps_that_resumes_undid_are_counted(made: tuple[Run, Truth]) -> None:
     run, truth = made
     rows = {(row.kind, row.cause): row.count for row in faults.by_cause(faults.table(run))}
     assert rows["undone step", "done again after a resume"] == truth.undone == 6
+    assert rows["lost trajectory", "sandbox_start"] == truth.lost > 0
+    assert rows["engine fault", "no token progress"] == truth.faults == 3
+    assert rows["drop", "group: stale"] == truth.stale == 3
     assert sum(row.resumed for row in training_curves.table(run)) == 3
 
 
@@ -86,6 +91,13 @@ def test_a_replayed_cap_loses_no_solved_one_above_their_turns(made: tuple[Run, T
     assert 0 < rows[60].saved < rows[20].saved < 1
 
 
+def test_engines_are_busy_and_full_as_they_were_made(made: tuple[Run, Truth]) -> None:
+    rows = throughput.table(made[0])
+    assert throughput.idle_share(rows) == pytest.approx(0.2, abs=0.01)
+    assert sum(row.kv_use for row in rows) / len(rows) == pytest.approx(0.45, abs=0.02)
+    assert sum(row.calls for row in rows) == made[1].calls
+
+
 def test_advice_names_the_turn_limit_first(made: tuple[Run, Truth]) -> None:
     first = what_now.table(made[0])[0]
     assert (first.setting, round(first.share, 2)) == ("agent.max_turns", 0.84)
@@ -93,8 +105,11 @@ def test_advice_names_the_turn_limit_first(made: tuple[Run, Truth]) -> None:
 
 def test_gpu_hours_lost_are_told_by_cause(made: tuple[Run, Truth]) -> None:
     rows = {row.cause: row for row in gpu_hours.table(made[0])}
-    assert rows["idle engines"].how == "idle 20 %"
-    assert rows["recovery"].how.endswith(f"undone {6 * CYCLE_S:,.0f} s")
+    seconds = sum(row.seconds for row in throughput.table(made[0]))
+    idle_hours = 0.2 * seconds / 3600 * ENGINES * len(NODES)
+    assert rows["idle engines"].gpu_hours == pytest.approx(idle_hours, rel=0.05)
+    down, undone = made[1].down_s, 6 * CYCLE_S
+    assert rows["recovery"].how == f"engines down {down:,.0f} s, steps undone {undone:,.0f} s"
 
 
 def test_a_run_compared_with_itself_has_no_difference(made: tuple[Run, Truth]) -> None:

@@ -11,11 +11,12 @@ from agentrl import events
 from analysis import step_time, throughput, trajectory_time
 from analysis.run_files import Run, load_run
 from analysis.sources.adapted import Adapted, Source
+from analysis.sources.harbor import Harbor
+from analysis.sources.mini_swe_agent import MiniSweAgent
 from analysis.sources.sglang import SglangLog, SglangMetrics
 from analysis.sources.slime import RolloutDump, SlimeLog
 from analysis.sources.slurm import Sacct, SlurmLog
 from analysis.sources.swebench import SwebenchReport
-from analysis.sources.trajectories import Harbor, MiniSweAgent
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

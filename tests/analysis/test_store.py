@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from agentrl import events
-from agentrl.errors import ConfigError
-from analysis import reader, store, trajectory_time
+from agentrl.errors import ConfigError, RecordError
+from analysis import parallel, reader, store, trajectory_time
+from analysis.reader import Share
 from analysis.run_files import load_run
 from analysis.store import Store, event_files, open_store
 from analysis.window import Window
@@ -49,7 +50,7 @@ def test_events_come_back_as_they_were_written(odd_path: Path) -> None:
 
 
 def test_every_kind_of_damage_is_counted_under_its_own_name(tmp_path: Path) -> None:
-    good = b'{"kind":"grade","trajectory":"t","resolved":true,"end":5.0}'
+    good = b'{"kind":"grade","trajectory":"t","resolved":true,"end":1790000005.0}'
     more = b"\n".join(
         (
             bytes(300),  # a hole that a network filesystem left
@@ -72,10 +73,37 @@ def test_every_kind_of_damage_is_counted_under_its_own_name(tmp_path: Path) -> N
     assert len(read(tmp_path)) == 3
 
 
+def test_a_step_whose_metric_was_nan_is_read_without_it(tmp_path: Path) -> None:
+    step = events.Step(
+        step=1, version=1, wait_s=1, logprob_s=0, update_s=2, publish_s=0, start=AT, end=AT + 3,
+        metrics={"reward": 0.5, "grad_norm": float("nan")},
+    )  # fmt: skip
+    write(tmp_path, "trainer-a", step)
+    found = read(tmp_path)
+    assert found.of(events.Step)[0].metrics == {"reward": 0.5}
+    assert found.index.found.mended == {"numbers that are none (NaN) left out": 1}
+
+
+def test_numbers_and_brackets_without_end_are_lines_left_out(tmp_path: Path) -> None:
+    call = b'{"kind":"grade","trajectory":"t","resolved":true,"passed":%d,"end":1790000005.0}\n'
+    deep = b'{"kind":"grade","trajectory":"t","resolved":true,"x":' + b"[" * 99_999 + b"\n"
+    write(tmp_path, "inference-a", grade("t", 1), more=call % 10**30 + deep)
+    found = read(tmp_path)
+    assert (len(found), sum(found.index.found.rejected.values())) == (1, 2)
+
+
+def test_times_of_a_clock_that_was_not_set_are_left_out_and_said(tmp_path: Path) -> None:
+    some = [grade(f"{i}/0/0", i) for i in range(9)]
+    write(tmp_path, "inference-a", *some, grade("9/0/0", 60 - AT))
+    run = load_run(tmp_path)
+    assert len(run.store) == 9
+    assert any("1 events left out: over 400 days" in problem for problem in run.problems)
+
+
 def test_fields_of_another_version_are_named(tmp_path: Path) -> None:
     write(
         tmp_path, "inference-a",
-        more=b'{"kind":"grade","trajectory":"t","resolved":true,"mood":3,"end":5.0}\n',
+        more=b'{"kind":"grade","trajectory":"t","resolved":true,"mood":3,"end":1790000005.0}\n',
     )  # fmt: skip
     assert any("grade.mood" in problem for problem in load_run(tmp_path).problems)
 
@@ -86,13 +114,13 @@ def test_a_segment_written_again_after_a_requeue_counts_once(tmp_path: Path) -> 
     first.rename(first.with_name("inference-a-1.jsonl"))
     write(tmp_path, "inference-a", *some[3:], grade("9/0/0", 9))
     found = read(tmp_path)
-    assert (len(found), found.index.repeats) == (10, {"grade": 6})
+    assert (len(found), found.index.mends.repeats) == (10, {"grade": 6})
 
 
 def test_the_same_second_on_two_nodes_is_no_repeat(tmp_path: Path) -> None:
     write(tmp_path, "inference-a", grade("0/0/0", 1))
     write(tmp_path, "inference-b", grade("0/0/0", 1))
-    assert read(tmp_path).index.repeats == {}
+    assert read(tmp_path).index.mends.repeats == {}
 
 
 def versions(phase: str, *times: float) -> list[events.VersionEvent]:
@@ -111,7 +139,7 @@ def test_a_node_whose_clock_is_apart_is_moved(tmp_path: Path, late: float, secon
         tmp_path, "inference-c", *versions("proved", late, late + 100, late + 200), grade("x", 50)
     )
     found = read(tmp_path)
-    (skew,) = found.index.skews
+    (skew,) = found.index.mends.skews
     assert (skew.node, skew.seconds) == ("c", seconds)
     assert found.of(events.Grade)[0].end == AT + 50 - seconds
     assert f"{abs(seconds)} s" in skew.words
@@ -121,7 +149,7 @@ def test_clocks_that_agree_are_left_alone(tmp_path: Path) -> None:
     write(tmp_path, "trainer-t", *versions("published", 0, 100, 200))
     write(tmp_path, "inference-a", *versions("proved", 3, 103, 204))
     write(tmp_path, "inference-b", *versions("proved", 3.3, 103.1, 209))
-    assert read(tmp_path).index.skews == []
+    assert read(tmp_path).index.mends.skews == []
 
 
 def test_a_role_that_left_an_exit_record_and_no_events_is_missed(tmp_path: Path) -> None:
@@ -135,19 +163,26 @@ def test_a_role_that_left_an_exit_record_and_no_events_is_missed(tmp_path: Path)
     assert "inference-1" in said[0]
 
 
-def test_several_processes_read_what_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_processes_read_what_one_does(tmp_path: Path) -> None:
     text = b'{"kind":"grade","trajectory":"%d/0/0","resolved":true,"end":%d,"text":"%s"}\n'
-    lines = [text % (i, 1000 + i, b"x" * (i * 37 % 5000)) for i in range(4000)]
-    write(tmp_path, "inference-a", more=b"".join(lines[:3000]))
-    write(tmp_path, "inference-b", more=b"".join(lines[3000:]) + b'{"kind":"gr')
-    alone = read(tmp_path)
-    monkeypatch.setattr(store, "ALONE", 0)
-    both = read(tmp_path)
-    assert both.of(events.Grade) == alone.of(events.Grade)
-    assert len(both) == 4000
-    assert both.index.found.rejected == alone.index.found.rejected == {"torn last line": 1}
+    lines = [text % (i, 1000 + i, b"x" * (i * 37 % 10000)) for i in range(8000)]
+    write(tmp_path, "inference-a", more=b"".join(lines[:7000]))
+    write(tmp_path, "inference-b", more=b"".join(lines[7000:]) + b'{"kind":"gr')
+    folder = tmp_path / "events"
+    whole = store.shares(folder, event_files(folder))
+    alone, found = parallel.read_all(whole)
+    both, found_by_both = parallel.read_all(whole, alone=0)
+    key = [("end", "ascending")]
+    assert len(parallel.cut(whole)) > 2
+    assert both["grade"].sort_by(key).equals(alone["grade"].sort_by(key))
+    assert (len(both["grade"]), found_by_both) == (8000, found)
+    assert found.rejected == {"torn last line": 1}
+
+
+def test_a_reader_that_dies_is_an_error_in_its_words(tmp_path: Path) -> None:
+    gone = Share(file=0, path=str(tmp_path / "gone.jsonl"), start=0, end=1)
+    with pytest.raises((RecordError, FileNotFoundError), match="gone"):
+        parallel.read_all([gone], alone=0)
 
 
 def test_a_line_longer_than_a_block_is_whole(tmp_path: Path) -> None:
@@ -158,14 +193,14 @@ def test_a_line_longer_than_a_block_is_whole(tmp_path: Path) -> None:
 
 def test_the_cache_is_used_until_a_file_changes(tmp_path: Path) -> None:
     path = write(tmp_path, "inference-a", grade("0/0/0", 1))
-    cache = tmp_path / "report" / "cache"
+    cache = tmp_path / "report" / "cache" / "events"
     load_run(tmp_path)
     (table,) = cache.glob("*/grade.parquet")
     assert pq.read_table(table).num_rows == 1
     table.write_bytes(table.read_bytes()[:40])  # a crash: it is read anew
     assert len(load_run(tmp_path).store) == 1
     with path.open("ab") as file:
-        file.write(b'{"kind":"grade","trajectory":"1/0/0","resolved":true,"end":9.0}\n')
+        file.write(b'{"kind":"grade","trajectory":"1/0/0","resolved":true,"end":1790000009.0}\n')
     assert len(load_run(tmp_path).store) == 2
     assert len(list(cache.glob("*/grade.parquet"))) == 1
 
