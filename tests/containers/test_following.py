@@ -15,8 +15,10 @@ from containers.following import follow
 from slurm.lab_process import wait_for
 
 FOLLOWS = """\
-import os, sys
+import os, signal, sys
 from containers.following import follow
+for number in (signal.SIGINT, signal.SIGHUP):  # a shell's background job, or nohup, ignores them
+    signal.signal(number, signal.SIG_DFL)
 follow(["sh", "-c", sys.argv[1]], os.environ, lambda line: print(line, flush=True))
 """
 TREE = "sleep 1000 & (trap 'echo cleared; exit 1' TERM; sleep 1000 & wait) & echo ready; wait"
