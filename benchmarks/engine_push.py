@@ -23,11 +23,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import torch
 
 from agentrl.config import EngineConfig
-from agentrl.engine.admin import EngineAdmin
+from agentrl.engine.admin import EngineAdmin, open_session
 from agentrl.engine.client import EngineClient
 from agentrl.engine.devices import EngineShare
 from agentrl.engine.loaded import read_tensors
@@ -72,7 +71,7 @@ class Bench:
         tensors = dict(read_tensors(self.model))
         size = sum(one.nbytes for one in tensors.values())
         found: dict[str, Any] = {"bytes": size, "tensors": len(tensors)}
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with open_session() as session:
             start = Start(
                 index=0, announced=None, log=self.folder / "engine-0.log", share=EngineShare()
             )

@@ -31,7 +31,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import psutil
 import torch
@@ -39,7 +38,7 @@ from omegaconf import OmegaConf
 
 from agentrl.config import EngineConfig
 from agentrl.config_layers import dotlist, laid_over
-from agentrl.engine.admin import EngineAdmin
+from agentrl.engine.admin import EngineAdmin, open_session
 from agentrl.engine.base import Sampling
 from agentrl.engine.client import EngineClient
 from agentrl.engine.devices import EngineShare
@@ -122,7 +121,7 @@ class Bench:
 
     async def engine(self, *, graphs: bool = True) -> dict[str, Any]:
         """Measure one engine: with graphs, rounds with and without the watchers; and decoding."""
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        async with open_session() as session:
             log = self.folder / f"engine-graphs-{graphs}.log"
             start = Start(index=0, announced=None, log=log, share=EngineShare(), graphs=graphs)
             began = time.perf_counter()

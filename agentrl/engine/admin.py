@@ -19,6 +19,15 @@ MARKS = ("timestamp", "num_used_tokens", "generated_tokens", "layers_done")
 """Of /v1/loads: what moves when the engine computes. The last two are the embedded engine's."""
 
 
+def open_session() -> aiohttp.ClientSession:
+    """Return what EngineAdmin asks through: a connection for each request.
+
+    SGLang closes those that rest for 5 s, and a pause that is sent just then fails: it would cost
+    the engine.
+    """
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
+
+
 class EngineAdmin:
     """Raises aiohttp.ClientError and TimeoutError when the engine does not answer."""
 

@@ -17,6 +17,10 @@ class Load:
     """Whatever changes when the engine computes: its clock, its counters."""
 
 
+PAUSED_LIMITS = 3
+"""Limits that a paused engine may stay silent for: it may be loading weights."""
+
+
 @dataclass(slots=True)
 class Progress:
     """Adds up the time in which an engine had work and gave no sign of progress.
@@ -38,8 +42,7 @@ class Progress:
 
     def sample(self, at: float, load: Load | None) -> bool:
         """Take a sample (None: no answer came) at `at` seconds; return whether it hangs."""
-        passed = 0.0 if self._at is None else min(max(at - self._at, 0.0), self.interval_cap_s)
-        self._at = at
+        passed = self._passed(at)
         if load is not None:
             has_moved, self._mark = load.mark != self._mark, load.mark
             is_idle = not (load.running or load.waiting or self._has_probe)
@@ -48,6 +51,15 @@ class Progress:
                 return False
         self.stalled_s += passed
         return self.stalled_s >= self.limit_s
+
+    def sample_paused(self, at: float, load: Load | None) -> bool:
+        """Take a sample of a paused engine: it need not move, but its port has to answer."""
+        passed = self._passed(at)
+        if load is not None:
+            self.excuse()
+            return False
+        self.stalled_s += passed
+        return self.stalled_s >= PAUSED_LIMITS * self.limit_s
 
     def probe(self) -> None:
         """A generate probe was sent: from now on there is work."""
@@ -62,6 +74,11 @@ class Progress:
     def excuse(self) -> None:
         """Forget the stall: the engine was paused, or is compiling."""
         self.stalled_s = 0.0
+
+    def _passed(self, at: float) -> float:
+        passed = 0.0 if self._at is None else min(max(at - self._at, 0.0), self.interval_cap_s)
+        self._at = at
+        return passed
 
     def _moved(self) -> None:
         self.longest_s = max(self.longest_s, self.stalled_s)

@@ -10,6 +10,7 @@ import aiohttp
 
 from agentrl.config import EngineConfig
 from agentrl.engine import device_memory
+from agentrl.engine.admin import open_session
 from agentrl.engine.devices import EngineShare, check_shares
 from agentrl.engine.keeper import EngineKeeper, Node
 from agentrl.engine.proof import identity_of
@@ -69,7 +70,7 @@ class EngineSupervisor:
     async def start(self, announced: Announced | None) -> None:
         """Start all engines; return when each proved its weights. Raises LaunchError."""
         self._announced = announced
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self._session = open_session()
         node = Node(
             index=self._node,
             config=self._config,

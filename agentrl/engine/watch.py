@@ -72,11 +72,12 @@ class Watch:
         told, excused_s = 0.0, 0.0
         while True:
             await asyncio.sleep(self.period_s)
-            if self.weights.is_paused:
-                self.progress.excuse()
-                continue
             load = await self._sample()
             at = time.monotonic()
+            if self.weights.is_paused:
+                if self.progress.sample_paused(at, load):
+                    return self._hang(load)
+                continue
             if not self.progress.sample(at, load):
                 if load is not None and at - told >= LOAD_EVENT_S:
                     self.reports.state(self.weights.name, "load", self.weights.version, load=load)

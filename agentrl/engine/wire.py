@@ -168,10 +168,13 @@ class Wire:
 
     async def _open(self, url: str) -> _Connection:
         where, kept = urlsplit(url), self._kept[url]
+        if where.scheme != "http" or where.hostname is None or where.port is None:
+            raise ValueError(f"address {url!r}: must read http://HOST:PORT")
+        host, port = where.hostname, where.port
         try:
             async with asyncio.timeout(CONNECT_S):
                 _, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: _Connection(kept), where.hostname, where.port
+                    lambda: _Connection(kept), host, port
                 )
         except OSError as error:  # a TimeoutError too
             words = str(error) or f"nobody took the connection within {CONNECT_S:g} s"

@@ -44,12 +44,14 @@ class Push:
     backend: str
     """`gloo` or `nccl`."""
     ranks: dict[str, int]
-    """Of each engine, by `member`; the trainer's is 0."""
+    """First rank of each engine, by `member`; the trainer's is 0."""
     buckets: list[Bucket]
+    width: int = 1
+    """Ranks of one engine: each GPU of a tensor-parallel one takes part."""
 
     @property
     def size(self) -> int:
-        return len(self.ranks) + 1
+        return len(self.ranks) * self.width + 1
 
 
 def member(node: int, engine: str, url: str) -> str:
@@ -87,6 +89,11 @@ def buckets_of(tensors: Iterable[tuple[str, Tensor]], limit: int) -> list[Bucket
         buckets[-1].shapes.append(list(tensor.shape))
         filled += tensor.nbytes
     return buckets
+
+
+def first_ranks(members: Iterable[str], width: int) -> dict[str, int]:
+    """Number the engines behind the trainer, `width` ranks each."""
+    return {one: 1 + place * width for place, one in enumerate(members)}
 
 
 def tell_push(weights: Path, push: Push) -> None:

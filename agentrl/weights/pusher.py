@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from agentrl.weights import group as groups
-from agentrl.weights.push import Push, buckets_of, members, tell_push
+from agentrl.weights.push import Push, buckets_of, first_ranks, members, tell_push
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,7 @@ class Pusher:
     timeout_s: float
     """Longest that meeting, and sending one bucket, may take."""
     bucket_bytes: int
+    gpus_per_engine: int = 1
     _push: Push | None = None
     _store: TCPStore | None = None
     _group: dist.ProcessGroup | None = None
@@ -48,7 +49,9 @@ class Pusher:
         if not present:
             return None
         if last is None:
-            self._store = groups.host(self.address, len(present) + 1, self.timeout_s)
+            self._store = groups.host(
+                self.address, len(present) * self.gpus_per_engine + 1, self.timeout_s
+            )
         assert self._store is not None
         self._push = Push(
             attempt=self.attempt,
@@ -57,7 +60,8 @@ class Pusher:
             address=self.address,
             port=self._store.port,
             backend="nccl" if self.device.type == "cuda" else "gloo",
-            ranks={one: rank for rank, one in enumerate(present, 1)},
+            ranks=first_ranks(present, self.gpus_per_engine),
+            width=self.gpus_per_engine,
             buckets=buckets_of(tensors.items(), self.bucket_bytes),
         )
         tell_push(self.run_dir / "weights", self._push)

@@ -59,6 +59,13 @@ def test_an_excuse_starts_the_count_anew() -> None:
     assert not progress.sample(9, BUSY)
 
 
+def test_a_paused_engine_need_not_move_but_has_to_answer() -> None:
+    progress = fresh()
+    assert not any(progress.sample_paused(at, BUSY) for at in range(3600))
+    silent = [progress.sample_paused(3600 + at, None) for at in range(60)]
+    assert silent.index(True) == 29, "three limits, counted from the last answer"
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_stalls_below_the_limit_are_never_a_hang(stalls: list[int]) -> None:
     loads = [
@@ -102,7 +109,8 @@ def test_thirty_minutes_of_long_prompts_pauses_and_pushes_raise_no_alarm_and_a_h
             at += 0.5
             mark += kind == "decode"
             if kind == "pause":
-                progress.excuse()
+                is_answering = int(at / 0.5) % 40 == 0  # it loads: 20 s of silence at a time
+                assert not progress.sample_paused(at, Load() if is_answering else None)
                 continue
             running = 0 if kind == "idle" else 40
             assert not progress.sample(at, Load(running=running, mark=(mark,)))

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
-from agentrl.engine.admin import EngineAdmin
+from agentrl.engine.admin import EngineAdmin, open_session
 from agentrl.engine.capabilities import capabilities
 from agentrl.engine.proof import STARTING_MODEL, EngineWeights
 from agentrl.engine.reports import Reports
@@ -56,7 +55,7 @@ class Sglang:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as session:
+        async with open_session() as session:
             yield EngineWeights(
                 name="engine-0",
                 admin=EngineAdmin(session, url, update_timeout_s=30),
@@ -195,3 +194,27 @@ def test_a_push_that_failed_is_read_from_disk(
     assert asyncio.run(go()) == 1
     assert ("/update_weights_from_disk" in server.asked) == from_disk
     assert ("/destroy_weights_update_group" in server.asked) == from_disk
+
+
+def test_no_request_to_an_engine_goes_over_a_connection_that_it_may_just_be_closing() -> None:
+    closed = asyncio.Semaphore(0)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{}")
+        await reader.read()  # its end, not another request
+        closed.release()
+        writer.close()
+
+    async def go() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with open_session() as session:
+            admin = EngineAdmin(session, url, update_timeout_s=30)
+            for _ in range(3):
+                await admin.resume()
+        server.close()
+        for _ in range(3):
+            await closed.acquire()
+
+    asyncio.run(asyncio.wait_for(go(), 60))

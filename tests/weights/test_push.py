@@ -7,6 +7,7 @@ import torch
 from agentrl.weights.push import (
     Push,
     buckets_of,
+    first_ranks,
     member,
     members,
     read_push,
@@ -34,6 +35,16 @@ def test_the_engines_of_all_nodes_are_known_by_their_addresses(odd_path: Path) -
         member(0, "engine-1", "http://d"),
         member(1, "engine-0", "http://e"),
     ]
+
+
+def test_each_gpu_of_a_tensor_parallel_engine_has_a_rank() -> None:
+    ranks = first_ranks(["a", "b", "c"], 4)
+    push = Push(
+        attempt=1, version=2, group="g", address="::1", port=1, backend="nccl", ranks=ranks,
+        buckets=[], width=4,
+    )  # fmt: skip
+    assert ranks == {"a": 1, "b": 5, "c": 9}
+    assert push.size == 13
 
 
 def test_a_push_is_read_as_it_was_told(odd_path: Path) -> None:
