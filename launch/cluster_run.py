@@ -120,6 +120,7 @@ def script_of(
         mark=MARK,
         enter=enter_script(container, MARK) if container else "",
         is_chain=config.cluster.requeue == "chain",
+        attempts=config.max_attempts_without_progress,
         trainer_count=spec.component("trainer").nodes,
         trainer_flags=_flags_of_one_node(spec, "trainer"),
         inference_flags=_flags_of_one_node(spec, "inference"),

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agentrl.config import RunConfig
-from agentrl.config_cluster import ClusterConfig
+from agentrl.config import RolloutConfig, RunConfig
+from agentrl.config_cluster import ClusterConfig, RoleResources
 from agentrl.errors import ConfigError, LaunchError, SubmitError
 from launch import cluster_run, resume, status, stop, submission, train
 from launch.run_dir import RunDir
 from slurm.exit_record import DONE
 
 Fake = Callable[..., Path]
+GOLDEN = Path(__file__).parent / "golden"
+CLUSTERS = {
+    "het": ClusterConfig(
+        name="x",
+        account="project_1",
+        signal_s=300,
+        trainer=RoleResources(partition="train", cpus_per_task=16, gres="gpu:mi355x:8"),
+        inference=RoleResources(partition="serve", cpus_per_task=96, gres="gpu:mi355x:8"),
+        modules=["rocm/7.2"],
+        environment={"MIOPEN_USER_DB_PATH": "/scratch/$USER/miopen"},
+        interface_hints=["hsn*"],
+    ),
+    "chain": ClusterConfig(name="x", requeue="chain", interface_pin="10.2.0.0/16"),
+    "homogeneous": ClusterConfig(name="x", layout="homogeneous"),
+}
 SBATCH = 'for word; do [ "$word" = --test-only ] && exit; done; echo 41'
 SQUEUE = (
     "echo '41+0|41|{state}|trn0|trainer|58:00|None'; echo '41+1|42|{state}|inf0|inference||None'"
@@ -31,6 +48,16 @@ def config(odd_path: Path) -> Path:
     path = odd_path / "run.yaml"
     path.write_text(f'cluster: lab\nname: r\nruns_dir: "{odd_path}"\nmodel: {{path: "{model}"}}\n')
     return path
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_the_script_of_a_run_is_the_golden_one(name: str) -> None:
+    config = RunConfig(cluster=CLUSTERS[name], rollout=RolloutConfig(nodes=3))
+    run = RunDir(Path("/scratch/it's 100%/runs/r"))
+    text = cluster_run.script_of(config, run, 1, began="started")
+    path = GOLDEN / f"run_{name}.sbatch"
+    text = text.replace(shlex.quote(sys.executable), "/venv/bin/python")
+    assert path.read_text() == text, "if that is meant, write the new text there"
 
 
 def test_a_dry_run_prints_the_bytes_that_are_queued_and_writes_nothing(
