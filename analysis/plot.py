@@ -102,7 +102,7 @@ def save(figure: Figure, path: Path, headline: str, *, n: str, png: bool = True)
 
     headline: the finding, set above the panels. n: what it rests on, set below them.
     """
-    letters = int(figure.get_figwidth() * 13.2)
+    letters = int(figure.get_figwidth() * 12)
     figure.suptitle(
         textwrap.fill(plain(headline, 400), letters),
         x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK,
