@@ -58,8 +58,9 @@ def packed_attention(
         )
     if cu_seq_lens_q is None:
         return _attend(query, key, value, scaling).transpose(1, 2), None
-    lying = [part[0].transpose(0, 1) for part in (query, key, value)]
-    return attend_packed(*lying, cu_seq_lens_q, max_length_q, scale=scaling)[None], None
+    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))
+    out = attend_packed(query, key, value, cu_seq_lens_q, max_length_q, scale=scaling)
+    return out[None], None
 
 
 def attend_packed(
@@ -81,9 +82,9 @@ def attend_packed(
         return attend_windows(query, key, value, lengths, scale)
     if _takes_varlen(query):
         return _varlen(query, key, value, ends, longest, scale)
-    upright = [part.transpose(0, 1)[None] for part in (query, key, value)]
+    query, key, value = (part.transpose(0, 1)[None] for part in (query, key, value))
     parts = [
-        _attend(*(part[:, :, first:last] for part in upright), scale)
+        _attend(query[:, :, first:last], key[:, :, first:last], value[:, :, first:last], scale)
         for first, last in pairwise(ends.tolist())
     ]
     return torch.cat(parts, 2)[0].transpose(0, 1)

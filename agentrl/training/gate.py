@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -54,8 +55,12 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+Forward = Callable[[Tensor, Tensor], Tensor]
+Backward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
 @functools.cache
-def _kernels(device: str) -> tuple[Any, Any]:
+def _kernels(device: str) -> tuple[Forward, Backward]:
     if device == "cpu" or importlib.util.find_spec("triton") is None:
         return forward, backward
     from agentrl.training import gate_kernels

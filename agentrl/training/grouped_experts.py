@@ -7,7 +7,7 @@ back with atomics, and waits for the GPU in each layer. Of Megatron's mixture th
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -87,7 +87,7 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
     def _exchanged(self, rows: Tensor, chances: Tensor, counts: Tensor) -> Tensor:
         """Let each row's expert have it, wherever that is; rows lie by expert here and there."""
         if self.group.size() == 1:
-            return self.experts(rows, counts, chances)
+            return cast(Tensor, self.experts(rows, counts, chances))
         sent, found = self._counts(counts)
         here = found.sum(0)
         sizes = torch.stack([sent, found.sum(1)]).tolist()  # the one wait for the GPU in a layer
@@ -98,7 +98,7 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
         owners = experts.repeat_interleave(found.flatten(), output_size=sum(taken))
         way = way_of(owners[:, None], self.each)
         answer = self.experts(spread(rows, way), here, spread(chances[:, None], way)[:, 0])
-        return all_to_all(self.group, collect(answer, way), given, taken)
+        return cast(Tensor, all_to_all(self.group, collect(answer, way), given, taken))
 
     def _counts(self, counts: Tensor) -> tuple[Tensor, Tensor]:
         """Return (rows for each rank, [ranks, experts here] rows from each rank)."""

@@ -187,7 +187,7 @@ def stack(rows: Sequence[Sample]) -> MicroBatch:
     width = max(len(row.tokens) for row in rows)
     tokens = torch.zeros((len(rows), width), dtype=torch.int64)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    engine, shares = torch.zeros(2, len(rows), width)
+    engine, shares = torch.zeros(2, len(rows), width).unbind()
     for index, row in enumerate(rows):
         length = len(row.tokens)
         tokens[index, :length] = torch.tensor(row.tokens, dtype=torch.int64)

@@ -159,7 +159,7 @@ def read_tensors(folder: Path, kind: str, names: Iterable[str]) -> Tensors:
         raise CheckpointError(f"{folder}: no file of the {kind}'s tensors in its manifest")
     where: dict[str, Any] = {}
     for file in files:
-        opened = safe_open(folder / file, framework="pt")
+        opened: Any = safe_open(folder / file, framework="pt")
         where |= dict.fromkeys(opened.keys(), opened)
     return Tensors(where)
 

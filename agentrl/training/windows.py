@@ -67,9 +67,12 @@ class _Windows(torch.autograd.Function):
         records = records and any(ctx.needs_input_grad)
         for first, length in _places(lengths):
             inside = slice(first, first + window(length))
-            mine = [part[inside].detach().transpose(0, 1)[None] for part in padded]
+            mine = [
+                part[inside].detach().transpose(0, 1)[None].requires_grad_(records)
+                for part in padded
+            ]
             with torch.set_grad_enabled(records):
-                answer = _attend(*(one.requires_grad_(records) for one in mine), scale)
+                answer = _attend(mine[0], mine[1], mine[2], scale)
             out[first : first + length] = answer.detach()[0, :, :length].transpose(0, 1)
             if records:
                 ctx.parts.append((mine, answer))

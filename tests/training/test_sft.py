@@ -16,7 +16,7 @@ from agentrl.training.model_folder import load_model
 from agentrl.training.muon import Muon, orthogonalize
 from agentrl.training.packing import pack_step
 from agentrl.training.sft import run_sft, token_losses
-from agentrl.training.sft_backed import fitted, samples_of
+from agentrl.training.sft_backed import BackedLearner, fitted, samples_of
 from agentrl.training.torch_backend import TorchBackend
 from agentrl.training.traces import Trace, deal, read_traces, stack
 
@@ -72,27 +72,30 @@ def test_stopped_and_called_again_it_ends_with_the_same_weights(tiny_config, tmp
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def by_the_back_end(config):
-    """Fine-tune with what RL trains with, on the tokens of the assistant only."""
-    config.training.ranks, config.sft.context_weight, config.sft.lr = 2, 0.0, 3e-3
-    return config
-
-
 @pytest.mark.slow
-def test_two_ranks_of_a_back_end_learn_the_traces_and_go_on_from_a_checkpoint(
-    tiny_config, tmp_path
-):
-    traces, reached = write_traces(tmp_path / "traces.jsonl"), []
-    config = by_the_back_end(tiny_config)
-    config.sft.epochs = 6
-    told = {"progress": lambda *told: reached.append(told[2])}
-    stopped = run_sft(config, traces, tmp_path / "out", stop=lambda: len(reached) == 9, **told)
-    assert stopped == 75
-    assert run_sft(config, traces, tmp_path / "out", **told) == 0
-    assert len(reached) == 18
-    assert reached[-1] < 0.7 * reached[0]
+def test_two_ranks_of_a_back_end_learn_the_traces(tiny_config, tmp_path):
+    traces, told = write_traces(tmp_path / "traces.jsonl"), []
+    tiny_config.training.ranks, tiny_config.sft.context_weight = 2, 0.0
+    tiny_config.sft.epochs = 6
+    code = run_sft(tiny_config, traces, tmp_path / "out", progress=lambda *one: told.append(one[2]))
+    assert (code, len(told)) == (0, 18)
     batch = stack(read_traces(traces), 0.0)
-    assert token_losses(load(tmp_path / "out"), batch).mean().item() < 0.7 * reached[0]
+    assert token_losses(load(tmp_path / "out"), batch).mean().item() < 0.7 * told[0]
+
+
+def test_a_back_ends_learner_goes_on_from_its_share_bit_for_bit(tiny_model, tiny_config, tmp_path):
+    traces = read_traces(write_traces(tmp_path / "traces.jsonl"))
+    config = fitted(tiny_config, len(traces))
+
+    def learner():
+        return BackedLearner(config, TorchBackend(tiny_model, config), traces)
+
+    first, second = learner(), learner()
+    first.take_step()
+    second.restore(first.share(tmp_path))
+    assert first.take_step() == second.take_step()
+    pairs = zip(first.weights(), second.weights(), strict=True)
+    assert all(torch.equal(one, other) for (_, one), (_, other) in pairs)
 
 
 def test_a_back_ends_loss_and_gradient_are_those_of_cross_entropy(
