@@ -22,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -103,7 +105,7 @@ class Many:
         return life
 
 
-async def lives(config: SandboxConfig, image: Path, leases: Path, count: int) -> dict[str, object]:
+async def lives(config: SandboxConfig, image: Path, leases: Path, count: int) -> dict[str, Any]:
     """Live with `count` at once; return what it took and what it left."""
     before = set(psutil.pids())
     provider = open_provider(
@@ -128,15 +130,15 @@ async def lives(config: SandboxConfig, image: Path, leases: Path, count: int) ->
         "share": {name: round(sum(one[name] for one in found) / total, 3) for name in PHASES},
         "left": {
             "leases": len(list(leases.glob("*.json"))),
-            "scratch": len(list(Path(tempfile.gettempdir()).glob("agentrl_lease-*"))),
-            "processes": len(left_over(before)),
+            "scratch": len(os.listdir(config.scratch)),
+            "processes": len(left_over(before, leases.parent)),
         },
     }
 
 
-def left_over(before: set[int]) -> list[str]:
-    """Return the command lines of sandboxes' processes that were not there before."""
-    words = ("bwrap", "apptainer", "squashfuse", "fuse-overlayfs")
+def left_over(before: set[int], folder: Path) -> list[str]:
+    """Return the command lines of processes that are new and of `folder`, or of FUSE."""
+    words = (str(folder), "squashfuse", "fuse-overlayfs")
     return [
         " ".join(process.info["cmdline"] or [])
         for process in psutil.process_iter(["pid", "cmdline"])
@@ -153,11 +155,13 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-def measure(config: SandboxConfig, at_once: Sequence[int], docker: int) -> dict[str, object]:
+def measure(config: SandboxConfig, at_once: Sequence[int], docker: int) -> dict[str, Any]:
     """Measure each number in turn, then Docker's starts."""
     folder = Path(tempfile.mkdtemp())
-    runs: list[dict[str, object]] = []
+    runs: list[dict[str, Any]] = []
     try:
+        (folder / "scratch").mkdir()
+        config = replace(config, scratch=str(folder / "scratch"))
         (folder / "image/testbed/pkg").mkdir(parents=True)
         (folder / "image/testbed/pkg/mod.py").write_text("x = 1\n")
         for count in at_once:

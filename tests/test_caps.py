@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_the_trainers_staleness_bounds_what_is_in_flight_over_all_nodes() -> Non
     ],
 )
 def test_each_limit_of_the_node_is_found_where_it_is_the_smallest(
-    name: str, change: dict[str, int], number: int
+    name: str, change: dict[str, Any], number: int
 ) -> None:
     cap = first(config(), replace(HOST, **change))
     assert (cap.name, cap.at_once) == (name, number)

@@ -114,8 +114,9 @@ def test_names_of_the_hosts_folders_are_absent(apptainer: Any) -> None:
 def test_bytes_over_the_limit_end_what_runs_and_are_said(apptainer: Any) -> None:
     async def body(sandbox: Any) -> Any:
         (claim,) = claims_of(apptainer)
-        watching = watch({sandbox: claim}, written_mb, limit_mb=5, interval_s=0.1)
-        watching = asyncio.ensure_future(watching)
+        watching = asyncio.create_task(
+            watch({sandbox: claim}, written_mb, limit_mb=5, interval_s=0.1)
+        )
         done = await sandbox.exec("head -c 9000000 /dev/zero > /root/big; sleep 60", timeout_s=60)
         watching.cancel()
         return done, await sandbox.exec("true", timeout_s=30)

@@ -54,14 +54,19 @@ def test_a_container_that_outlived_its_owner_is_swept(docker: Any) -> None:
     assert api.containers(all=True, filters={"label": f"{lease.LABEL}={claim.id}"}) == []
 
 
+def claim_of(box: Box) -> lease.Lease:
+    (path,) = box.leases.glob("*.json")
+    claim = lease.read(path)
+    assert claim
+    return claim
+
+
 @needs_docker
 def test_bytes_over_the_limit_end_what_runs_and_are_said(docker: Any) -> None:
     async def body(provider: Any) -> Any:
         sandbox = await provider.start(docker.image, owner="0/0/0")
-        (path,) = docker.leases.glob("*.json")
-        claim = lease.read(path)
-        watching = watch({sandbox: claim}, provider._backend.measure, limit_mb=5, interval_s=0.1)
-        watching = asyncio.ensure_future(watching)
+        measure, held = provider._backend.measure, {sandbox: claim_of(docker)}
+        watching = asyncio.create_task(watch(held, measure, limit_mb=5, interval_s=0.1))
         done = await sandbox.exec("head -c 9000000 /dev/zero > /root/big; sleep 60", timeout_s=60)
         watching.cancel()
         return done, await sandbox.exec("true", timeout_s=30)
@@ -75,11 +80,10 @@ def test_bytes_over_the_limit_end_what_runs_and_are_said(docker: Any) -> None:
 def test_one_that_goes_on_writing_past_twice_the_limit_is_ended(docker: Any) -> None:
     async def body(sandbox: Any) -> None:
         sandbox.full = "it was"
-        (path,) = docker.leases.glob("*.json")
-        watching = watch(
-            {sandbox: lease.read(path)}, lambda claims: {claims[0].id: 11}, limit_mb=5, interval_s=0
+        held = {sandbox: claim_of(docker)}
+        watching = asyncio.create_task(
+            watch(held, lambda claims: {claims[0].id: 11}, limit_mb=5, interval_s=0)
         )
-        watching = asyncio.ensure_future(watching)
         await until(lambda: not any(docker.leases.iterdir()))
         watching.cancel()
 
