@@ -76,7 +76,9 @@ def play(role: str, body: Body, *, run_dir: str, attempt: int, node: int = 0) ->
     folder = run.attempt(attempt)
     faulthandler.enable()
     logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,  # a step's keeper has set handlers of its own, for warnings only
     )
     log.info(
         "%s on node %d, attempt %d of run %s, pid %d", role, node, attempt, run.name, os.getpid()
