@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from agentrl.errors import ImageError
-from containers import build, definition, sif, wheels
+from containers import build, definition, following, sif, wheels
 from containers.entering import gpu_flags
 from launch.command import guard, parser, say
 from launch.findings import show
@@ -50,6 +50,9 @@ def main(argv: Sequence[str]) -> int:
     trying.add_argument("--quick", action="store_true", help="leave out what takes over 10 s")
     trying.add_argument("--runtime", default="apptainer", help="program that enters it")
     trying.add_argument("--bind", action="append", default=[], metavar="PATH")
+    trying.add_argument(
+        "--flag", action="append", default=[], help="of its exec, as --flag=--userns"
+    )
     trying.set_defaults(act=_check)
     given = arguments.parse_args(argv)
     return int(given.act(given))
@@ -62,8 +65,9 @@ def _build(given: argparse.Namespace) -> int:
     cache = (given.cache or default_cache()).absolute()
     started = time.monotonic()
     wheels.check_checkout()
-    key = build.inputs_key(made, wheels.ROOT, wheels.sources())
-    if build.is_current(image, key):
+    key = build.inputs_key(made, wheels.ROOT, wheels.sources(), given.build_arg)
+    # what a definition of a person's own takes in by %files is not among these inputs
+    if given.name in definition.NAMES and build.is_current(image, key):
         return _done(image, started, "is up to date")
     with tempfile.TemporaryDirectory(prefix="agentrl-context-") as folder:
         context = Path(folder)
@@ -163,14 +167,15 @@ def _check(given: argparse.Namespace) -> int:
         return show(found, as_json=given.json, image=os.environ.get(NAME, ""))
     image = sif.read(given.image)
     sif.refuse_foreign(image)
-    words = [given.runtime, "exec", "--cleanenv", *gpu_flags(image.gpu)]
-    words += ["--no-mount=home,cwd", "--pwd=/tmp"]
-    words += ["--env=PYTHONNOUSERSITE=1", *(f"--bind={bind}" for bind in given.bind)]
     inside = ["python3", "-m", "launch.image", "check", *flags]
-    try:
-        return subprocess.run([*words, str(given.image), *inside], check=False).returncode
-    except FileNotFoundError as error:
-        raise ImageError(f"image check: no program {given.runtime!r} on PATH") from error
+    with tempfile.TemporaryDirectory(prefix="agentrl-home-") as home:
+        words = [given.runtime, "exec", "--cleanenv", *gpu_flags(image.gpu), *given.flag]
+        words += ["--no-mount=home,cwd", f"--home={home}", "--pwd=/tmp"]
+        words += ["--env=PYTHONNOUSERSITE=1", *(f"--bind={bind}" for bind in given.bind)]
+        try:
+            return following.run([*words, str(given.image), *inside])
+        except FileNotFoundError as error:
+            raise ImageError(f"image check: no program {given.runtime!r} on PATH") from error
 
 
 NAME = "APPTAINER_CONTAINER"

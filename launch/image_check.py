@@ -51,9 +51,10 @@ def findings(*, is_quick: bool = False) -> Iterator[Finding]:
     yield from looked("gpus", gpus)
     yield from looked("kernels", kernels)
     if is_quick:
-        yield skip("collective", "left out by --quick")
+        yield skip("collective", "left out by --quick, and tokens and steps")
     else:
         yield from looked("collective", collective)
+        yield from looked("roles", tried)
     yield from looked("checkpoint", checkpoint)
     yield from looked("sandbox", sandbox)
     yield from looked("limits", limits)
@@ -177,6 +178,11 @@ def collective() -> Finding:
         said = (done.stderr.strip().splitlines() or ["no word"])[-1]
         return fail("collective", f"{backend} over {size}: {said}", "NCCL_DEBUG=INFO tells more")
     return ok("collective", f"{backend} over {size} in {time.monotonic() - began:.1f} s")
+
+
+def tried() -> Iterator[Finding]:
+    """Sample one token with each engine and take one step with each trainer that is in here."""
+    return importlib.import_module("launch.image_try").findings()  # type: ignore[no-any-return]
 
 
 def checkpoint() -> Finding:

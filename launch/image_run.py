@@ -45,12 +45,13 @@ def container_of(config: RunConfig, run: RunDir) -> Container | None:
     """Return how a role of this run enters its image, None where it has none. Raises ImageError."""
     if not config.image:
         return None
-    model = Path(config.model.path)
+    image, model = sif.read(Path(config.image)), Path(config.model.path)
     folders = [run.path, model, Path(config.tasks.folder), Path(config.agent.prompts).parent]
     found = [str(folder) for folder in folders if folder.exists() or folder == run.path]
     return Container(
         image=config.image,
-        gpu=sif.read(Path(config.image)).gpu,
+        size=image.size,
+        gpu=image.gpu,
         folder=str(run.path),
         binds=(*found, *link_targets(model), *config.cluster.binds),
         scratch=config.cluster.scratch,

@@ -87,7 +87,9 @@ def keep(
     signal.pthread_sigmask(signal.SIG_SETMASK, {*before, *held})
     if os.getppid() != keeper:  # it died before the request above was in force
         sys.exit(128 + signal.SIGKILL)
-    sys.exit(role())
+    code = role()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # Python ends with its handlers taken out
+    sys.exit(code)
 
 
 def _run(folder: Path, submission: Submission, role: str, node: int) -> int:

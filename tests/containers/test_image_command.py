@@ -25,6 +25,21 @@ def test_an_image_of_the_same_inputs_is_not_built_again(
     assert sif.digest(path) in said
 
 
+@pytest.mark.parametrize("how", ["an argument", "a definition of one's own"])
+def test_other_inputs_than_those_of_the_image_are_built(tmp_path: Path, how: str) -> None:
+    made = definition.parse(definition.find("sandbox"))
+    key = build.inputs_key(made, wheels.ROOT, wheels.sources())
+    path = write_sif(tmp_path / "a.sif", labels={"agentrl.inputs": key})
+    own = tmp_path / "sandbox.def"
+    own.write_text(made.text)
+    words = ["sandbox", "--build-arg", "MIRROR=x"] if how == "an argument" else [str(own)]
+    given = ["--output", str(path), "--cache", str(tmp_path), "--runtime", "apptainer-none"]
+    if how != "an argument":
+        given += ["--build-arg", "MIRROR=x"]
+    with pytest.raises(ImageError, match="no program 'apptainer-none'"):
+        image.main(["build", *words, *given])
+
+
 def test_a_wrong_name_or_value_is_told_before_anything_is_built(tmp_path: Path) -> None:
     with pytest.raises(ImageError, match="there are cpu, cuda, rocm, sandbox"):
         image.main(["build", "rocn"])
@@ -46,6 +61,7 @@ def test_a_check_from_outside_enters_the_image_and_returns_its_code(
     words = (tmp_path / "words").read_text().splitlines()
     assert "--nv" in words
     assert "--bind=/scratch" in words
+    assert any(word.startswith("--home=") for word in words)
     assert words[-5:] == ["python3", "-m", "launch.image", "check", "--json"]
 
 

@@ -30,6 +30,26 @@ held = (signal.SIGUSR2, signal.SIGTERM)
 sys.exit(keep(role, launcher=os.getppid(), grace_s=5, held=held))
 """
 
+ENDS = """
+import os, signal, sys, time
+from launch.signals import StopFlag
+from slurm.task import keep
+
+class Late:
+    def __del__(self):  # with the modules: Python has taken its signal handlers out before
+        os.write(1, b"ending\\n")
+        time.sleep(1)
+
+def role():
+    StopFlag().install()
+    sys.modules["late"] = Late()
+    return 75
+
+held = (signal.SIGUSR2, signal.SIGTERM)
+sys.exit(keep(role, launcher=os.getppid(), grace_s=5, held=held))
+"""
+"""A role whose Python takes its time to end, as with torch in it on a busy node."""
+
 
 @pytest.fixture
 def keeper() -> Iterator[subprocess.Popen[str]]:
@@ -69,3 +89,13 @@ def test_a_signal_before_the_role_listens_is_not_lost(
     keeper.stdin.write("\n")
     keeper.stdin.flush()
     assert keeper.wait(120) == 75
+
+
+def test_a_signal_that_comes_while_a_roles_python_ends_leaves_its_code_alone() -> None:
+    env = os.environ | {"AGENTRL_ROLE_MARK": f"test-ends-{os.getpid()}"}
+    words = [sys.executable, "-c", ENDS]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ending\n"
+        process.send_signal(signal.SIGUSR2)
+        assert process.wait(120) == 75
