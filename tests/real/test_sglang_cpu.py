@@ -271,6 +271,10 @@ def mixture_of(dense: Path, folder: Path) -> Path:
     )  # fmt: skip
     mixture.architectures = ["Qwen3MoeForCausalLM"]
     mixture.save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())
+    # SGLang reads some keys by names that transformers no longer writes, as rope_theta
+    written = {**config, **written, "num_experts": experts["num_experts"]}
+    (folder / "config.json").write_text(json.dumps(written))
     tensors = {}
     for name, tensor in read_tensors(dense):
         before, mlp, part = name.partition(".mlp.")
