@@ -354,6 +354,7 @@ def open_pusher(config: RunConfig, attempt: int, address: str) -> Pusher:
         device=ranks.pick_device(config),
         timeout_s=config.push_timeout_s,
         bucket_bytes=config.push_bucket_mb << 20,
+        gpus_per_engine=config.engine.gpus_per_engine if config.engine.kind == "sglang" else 1,
     )
 
 
