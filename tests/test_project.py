@@ -181,6 +181,11 @@ def test_no_function_is_longer_than_a_screen_and_a_bit() -> None:
     assert bad == []
 
 
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))  # pytest takes them for modules of one name
+
+
 def test_no_file_is_longer_than_400_lines() -> None:
     lengths = {name_of(path): len(path.read_text().splitlines()) for path in modules(*FOLDERS)}
     assert {name: count for name, count in lengths.items() if count > LONGEST_FILE} == {}
