@@ -335,7 +335,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def provenance(options: argparse.Namespace) -> dict[str, Any]:
     packages = ("mini-swe-agent", "jinja2", "tokenizers", "transformers", "msgspec")
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", "-m", "benchmarks.rollout_overhead", *sys.argv[1:]]),
         "trajectories": options.count,
         "turns": options.turns,
         "output_bytes": len(OUTPUT),
