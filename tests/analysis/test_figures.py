@@ -189,6 +189,7 @@ def test_a_launch_attempt_lasts_from_its_begin_to_its_end(tmp_path: Path) -> Non
     assert (row.cause, row.begin_h, row.end_h) == ("1: started, NODE_FAIL", 0, 2)
 
 
+@pytest.mark.slow
 def test_text_of_a_run_that_looks_like_mathematics_is_drawn(tmp_path: Path) -> None:
     odd = "$\\frac{$ \0 \n 日本 <b>" * 9
     write(

@@ -67,6 +67,7 @@ def test_text_of_a_run_is_escaped(page: Path) -> None:
     assert "&lt;script&gt;alert(" in text
 
 
+@pytest.mark.slow
 def test_hostile_causes_and_reasons_are_escaped_everywhere(tmp_path: Path) -> None:
     writer = events.EventWriter(tmp_path / "events", "trainer", node="a")
     lost = events.TrajectoryEvent(

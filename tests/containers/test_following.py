@@ -14,6 +14,8 @@ import pytest
 from containers.following import follow
 from slurm.lab_process import wait_for
 
+pytestmark = pytest.mark.slow  # process trees
+
 FOLLOWS = """\
 import os, signal, sys
 from containers.following import follow

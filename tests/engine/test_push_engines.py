@@ -26,6 +26,9 @@ from agentrl.weights.version import Announced, publish_version, tensor_checksum
 Tensors = dict[str, torch.Tensor]
 
 
+pytestmark = pytest.mark.slow  # ranks and servers in processes of their own
+
+
 def post(server: Any, path: str, **body: Any) -> tuple[int, str]:
     answer = server.post(path, **body)
     return answer.status, answer.json()["message"]
@@ -154,7 +157,6 @@ def served(happened: list[events.AnyEvent]) -> list[tuple[str, int]]:
     ]
 
 
-@pytest.mark.slow
 def test_a_push_reaches_all_engines_and_a_dead_one_in_the_middle_costs_only_itself(
     tmp_path: Path, model: Path
 ) -> None:

@@ -15,6 +15,8 @@ import pytest
 from agentrl.engine.loaded import read_tensors
 from agentrl.weights.version import tensor_checksum
 
+pytestmark = pytest.mark.slow  # a server in a process of its own
+
 LONG = 240
 """New tokens of a request that is still running when the next call arrives."""
 
@@ -221,7 +223,6 @@ def test_metrics_carry_sglangs_names(server: Any) -> None:
         assert f"\nsglang:{name} " in text
 
 
-@pytest.mark.slow
 def test_the_server_ends_when_its_parent_is_gone(
     model: Path, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:
@@ -230,7 +231,6 @@ def test_the_server_ends_when_its_parent_is_gone(
     assert server.process.wait(timeout=60) == -signal.SIGKILL
 
 
-@pytest.mark.slow
 def test_sigterm_ends_the_server_cleanly(
     model: Path, tmp_path: Path, start_engine: Callable[..., Any]
 ) -> None:

@@ -18,6 +18,8 @@ from slurm.exit_record import ExitRecord
 from slurm.verdict import Verdict
 
 Fake = Callable[..., Path]
+pytestmark = pytest.mark.slow  # roles in processes of their own
+
 JOB = {"SLURM_JOB_ID": "7"}
 HOSTS = {"trainer": ["trn0"], "inference": ["inf0", "inf1", "inf2"]}
 

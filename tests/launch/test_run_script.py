@@ -18,6 +18,8 @@ from launch.run_dir import RunDir, create
 from slurm import ledger
 from slurm.lab_process import wait_for
 
+pytestmark = pytest.mark.slow  # the script with programs that stand for Slurm
+
 LIMIT_S = 120.0
 JOB = {
     "SLURM_JOB_ID": "7",

@@ -20,6 +20,8 @@ from launch import resume, status, stop
 from launch.run_dir import RunDir, begin_attempt, create, launcher_of
 from slurm import exit_record, ledger
 
+pytestmark = pytest.mark.slow  # whole runs of light roles
+
 HERE = Path(__file__).parent
 
 
@@ -101,7 +103,6 @@ def test_a_killed_trainer_is_started_again_in_the_same_attempt(run: RunDir, star
     assert inference.cause == "done"
 
 
-@pytest.mark.slow
 def test_a_trainer_that_is_always_killed_ends_the_run_after_k_attempts(
     run: RunDir, start: Start
 ) -> None:
@@ -138,7 +139,6 @@ def test_ctrl_c_saves_and_names_the_command_that_goes_on(run: RunDir, start: Sta
     assert status.facts(run)["state"] == "saved"
 
 
-@pytest.mark.slow
 def test_a_second_ctrl_c_kills_what_does_not_listen(run: RunDir, start: Start) -> None:
     launcher = start("hangs")
     up = run.path / "trainer-is-up-1"
@@ -151,7 +151,6 @@ def test_a_second_ctrl_c_kills_what_does_not_listen(run: RunDir, start: Start) -
     assert not is_alive(int(up.read_text()))
 
 
-@pytest.mark.slow
 def test_a_time_limit_signal_saves_and_begins_another_attempt(run: RunDir, start: Start) -> None:
     launcher = start("saves_when_asked")
     until((run.path / "trainer-is-up-1").is_file, "the trainer is up")
@@ -162,7 +161,6 @@ def test_a_time_limit_signal_saves_and_begins_another_attempt(run: RunDir, start
     assert [line.action for line in ledger.read(run.path)] == ["requeue", "stop"]
 
 
-@pytest.mark.slow
 def test_stop_asks_and_waits_for_the_end(run: RunDir, start: Start) -> None:
     launcher = start("saves_when_asked")
     until((run.path / "trainer-is-up-1").is_file, "the trainer is up")
@@ -173,7 +171,6 @@ def test_stop_asks_and_waits_for_the_end(run: RunDir, start: Start) -> None:
     assert finish(launcher)[0] == 75
 
 
-@pytest.mark.slow
 def test_a_killed_launcher_leaves_nothing_and_its_attempt_is_told(
     run: RunDir, start: Start
 ) -> None:

@@ -35,6 +35,7 @@ BUBBLEWRAP = pytest.param("bubblewrap", marks=needs_bubblewrap)
 APPTAINER = pytest.param("apptainer", marks=needs_apptainer)
 DOCKER = pytest.param("docker", marks=needs_docker)
 E2B = pytest.param("e2b", marks=[needs_e2b, needs_bubblewrap])
+PROCESS = pytest.param("process", marks=pytest.mark.slow)  # the suite a second time
 Body = Callable[[Sandbox], Awaitable[Any]]
 ProviderBody = Callable[[SandboxProvider], Awaitable[Any]]
 

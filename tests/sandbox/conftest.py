@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from boxes import APPTAINER, BUBBLEWRAP, DOCKER, E2B, Box
+from boxes import APPTAINER, BUBBLEWRAP, DOCKER, E2B, PROCESS, Box
 from docker_toys import import_root
 from roots import make_root
 
@@ -38,7 +38,7 @@ def leases(tmp_path: Path) -> Path:
     return tmp_path / "leases"
 
 
-@pytest.fixture(params=[BUBBLEWRAP, APPTAINER, DOCKER, E2B, "process"])
+@pytest.fixture(params=[BUBBLEWRAP, APPTAINER, DOCKER, E2B, PROCESS])
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

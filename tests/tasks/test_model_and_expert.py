@@ -165,6 +165,7 @@ def small_config(folder: Path) -> RunConfig:
     return config
 
 
+@pytest.mark.slow
 def test_prepare_makes_everything_once(odd_path: Path) -> None:
     config = small_config(odd_path)
     prepare(config)

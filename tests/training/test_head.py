@@ -80,6 +80,7 @@ def test_no_rows_give_no_numbers_and_zero_gradients():
     assert not weight.grad.any()
 
 
+@pytest.mark.slow
 def test_peak_memory_is_a_tile_not_the_logits():
     hidden, weight, targets = draw(512, 32_768, 4, torch.float32)
     largest = _largest_allocation(
