@@ -13,6 +13,8 @@ from agentrl import events
 from agentrl.errors import RecordError
 from analysis.report import write_report
 
+pytestmark = pytest.mark.slow  # whole reports are drawn
+
 HOSTILE = "<script>alert('x')</script>"
 
 
@@ -46,12 +48,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report([make_run(folder, Made(steps=12, resume_at=6, hostile=HOSTILE))]).page
 
 
-@pytest.mark.slow
 def test_the_page_is_in_the_runs_report_folder(page: Path) -> None:
     assert page.parts[-3:] == ("demo", "report", "index.html")
 
 
-@pytest.mark.slow
 def test_the_page_loads_nothing_from_elsewhere(page: Path) -> None:
     found = parse(page)
     assert found.loads == []
@@ -60,14 +60,12 @@ def test_the_page_loads_nothing_from_elsewhere(page: Path) -> None:
     assert not re.search(r"url\((?!#)", page.read_text())
 
 
-@pytest.mark.slow
 def test_text_of_a_run_is_escaped(page: Path) -> None:
     text = page.read_text()
     assert HOSTILE not in text
     assert "&lt;script&gt;alert(" in text
 
 
-@pytest.mark.slow
 def test_hostile_causes_and_reasons_are_escaped_everywhere(tmp_path: Path) -> None:
     writer = events.EventWriter(tmp_path / "events", "trainer", node="a")
     lost = events.TrajectoryEvent(
@@ -82,7 +80,6 @@ def test_hostile_causes_and_reasons_are_escaped_everywhere(tmp_path: Path) -> No
     assert "script" not in parse(tmp_path / "report" / "index.html").tags
 
 
-@pytest.mark.slow
 def test_the_summary_names_each_number_that_matters(page: Path) -> None:
     text = page.read_text()
     for words in (
@@ -92,7 +89,6 @@ def test_the_summary_names_each_number_that_matters(page: Path) -> None:
         assert words in text
 
 
-@pytest.mark.slow
 def test_the_page_follows_light_and_dark_and_narrow_screens(page: Path) -> None:
     text = page.read_text()
     assert "prefers-color-scheme: dark" in text
@@ -115,7 +111,6 @@ def test_a_run_that_was_only_fine_tuned_gives_a_page(tmp_path: Path) -> None:
     assert "No trajectory was recorded" in text
 
 
-@pytest.mark.slow
 def test_torn_events_are_counted_on_the_page(tmp_path: Path) -> None:
     make_run(tmp_path / "demo", Made(steps=3, resume_at=0))
     for path in (tmp_path / "demo" / "events").iterdir():

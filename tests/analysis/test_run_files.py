@@ -129,6 +129,7 @@ def test_reading_runs_needs_neither_torch_nor_matplotlib() -> None:
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_the_report_needs_no_torch() -> None:
     code = "import sys, analysis.report; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -32,6 +32,9 @@ from agentrl.handoff.spool import list_spool, read_group
 # Ends that die
 
 
+pytestmark = pytest.mark.slow  # workers in processes of their own
+
+
 def test_a_trainer_killed_between_the_write_and_its_answer_gets_the_group_again(odd_path):
     async def run():
         async with sender(odd_path) as end:

@@ -44,6 +44,7 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
     assert done.stdout.endswith("set()\n")
 
 
+@pytest.mark.slow
 def test_an_inference_node_starts_its_engines_without_importing_torch_itself() -> None:
     """Four CPU seconds of each node, before its first engine."""
     code = (

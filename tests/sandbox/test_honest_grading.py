@@ -120,6 +120,7 @@ def test_a_repository_that_is_gone_has_failed(judged: Any) -> None:
     assert "git cannot tell what was changed" in verdict.log
 
 
+@pytest.mark.slow
 def test_changes_past_the_bound_have_failed(judged: Any, box: Any) -> None:
     box.set(file_mb=64, disk_mb=256)
     verdict = judged(FIX, "head -c 20000000 /dev/urandom > big")

@@ -104,6 +104,7 @@ ends = st.tuples(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(ends, min_size=60, max_size=60))
 def test_no_sequence_without_progress_outlives_its_budget(
     sequence: list[tuple[str, str, str]],

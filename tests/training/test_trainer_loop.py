@@ -249,6 +249,7 @@ def test_a_run_that_is_done_only_says_so_again(tiny_config):
     assert latest(tiny_config.run_dir / "weights").done
 
 
+@pytest.mark.slow
 def test_six_steps_straight_equal_three_and_three_bit_for_bit(tiny_config):
     tiny_config.training.steps = 6
     tiny_config.training.max_trained_staleness = 6  # these groups all come from version 0
