@@ -152,14 +152,33 @@ async def ours(tokens: ChatTokens, prompts: Prompts, count: int, turns: int, wai
 def upstream(count: int, turns: int) -> int:
     """The same by mini-swe-agent's DefaultAgent, a thread a trajectory."""
     from minisweagent.agents.default import DefaultAgent
+
+    sections = Prompts.load(YAML).sections
+    model = instant_model(sections["model"])
+    environment = instant_environment(sections["environment"])
+
+    class SavesOnce(DefaultAgent):
+        def save(self, path: Path | None, *extra: Any) -> dict[str, Any]:
+            return {}
+
+    limits = {**sections["agent"], "step_limit": turns, "cost_limit": 0}
+
+    def one(_: int) -> int:
+        agent = SavesOnce(model(), environment(), **limits)
+        agent.run(ISSUE)
+        json.dumps(agent.serialize())
+        return int(agent.n_calls)
+
+    with ThreadPoolExecutor(count) as pool:
+        return sum(pool.map(one, range(count)))
+
+
+def instant_model(model_keys: dict[str, Any]) -> type:
+    """Return a model for mini-swe-agent that always gives REPLY, at once."""
     from minisweagent.models.utils.actions_text import (
         format_observation_messages,
         parse_regex_actions,
     )
-
-    sections = Prompts.load(YAML).sections
-    model_keys, environment = sections["model"], sections["environment"]
-    machine = platform.uname()._asdict()
 
     class Model:
         config = model_keys
@@ -191,6 +210,13 @@ def upstream(count: int, turns: int) -> int:
         def serialize(self) -> dict[str, Any]:
             return {"info": {"config": {"model": model_keys, "model_type": "instant"}}}
 
+    return Model
+
+
+def instant_environment(environment: dict[str, Any]) -> type:
+    """Return an environment for mini-swe-agent whose commands give OUTPUT, at once."""
+    machine = platform.uname()._asdict()
+
     class Environment:
         config = environment
 
@@ -203,20 +229,7 @@ def upstream(count: int, turns: int) -> int:
         def serialize(self) -> dict[str, Any]:
             return {"info": {"config": {"environment": environment, "environment_type": "instant"}}}
 
-    class SavesOnce(DefaultAgent):
-        def save(self, path: Path | None, *extra: Any) -> dict[str, Any]:
-            return {}
-
-    limits = {**sections["agent"], "step_limit": turns, "cost_limit": 0}
-
-    def one(_: int) -> int:
-        agent = SavesOnce(Model(), Environment(), **limits)
-        agent.run(ISSUE)
-        json.dumps(agent.serialize())
-        return int(agent.n_calls)
-
-    with ThreadPoolExecutor(count) as pool:
-        return sum(pool.map(one, range(count)))
+    return Environment
 
 
 def cpu_ms_per_turn(work: Callable[[], int], expected: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from slurm.outcomes import Outcomes, Task, joined
 from slurm.task import Submission
 
 
-class RoleJob(core.Job[Any]):
+class RoleJob(core.Job[Any], ABC):
     """Results, errors and logs by role, out of the files that its tasks have left.
 
     Who starts the tasks says where a log is, what is known of a task without a result, and waits.
@@ -62,13 +63,13 @@ class RoleJob(core.Job[Any]):
         """Return one task's error output, or with no role that of all."""
         return self._log("err", role, task)
 
+    @abstractmethod
     def log_path(self, role: str, task: int = 0, stream: str = "out") -> Path:
         """Return where one task's output or error output (`err`) goes."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _unfinished(self, task: Task) -> str:
         """Tell what is known of a task without a result."""
-        raise NotImplementedError
 
     def _log(self, stream: str, role: str | None, task: int) -> str | None:
         tasks = self.tasks if role is None else [(role, task)]

@@ -238,7 +238,9 @@ def _writes_float32(device: str) -> bool:
     try:
         wide = torch.zeros((16, 16), device=device)
         torch.addmm(wide, tiny, tiny, out_dtype=torch.float32, out=wide)
-    except (TypeError, RuntimeError, NotImplementedError):
+    except torch.cuda.OutOfMemoryError:  # says nothing of what the device can
+        raise
+    except (TypeError, RuntimeError):
         return False
     return True
 

@@ -41,4 +41,4 @@ def test_the_embedded_engine_is_read_by_the_same_names(server) -> None:
 
 @given(st.text())
 def test_any_text_is_read_without_an_error(text: str) -> None:
-    numbers(text)
+    assert type(numbers(text)) is type(numbers(""))

@@ -86,6 +86,7 @@ def test_one_that_goes_on_writing_past_twice_the_limit_is_ended(docker: Any) -> 
         )
         await until(lambda: not any(docker.leases.iterdir()))
         watching.cancel()
+        assert (await sandbox.exec("true", timeout_s=30)).exit_code == 126
 
     docker.run(body)
 

@@ -79,6 +79,7 @@ def test_those_of_an_image_that_is_over_make_room(pool: Any) -> None:
         provider._warm._images[pool.image].asked.clear()
         provider._warm._settle()
         await until(lambda: owners(pool) == ["0/0/0"])
+        assert owners(pool) == ["0/0/0"]
 
     pool.provider(body)
 
