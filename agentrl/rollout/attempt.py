@@ -96,6 +96,8 @@ class Attempt:
     attempt: int
     name: str = ""
     """First part of the trajectory's id, in evaluation; empty: the draw."""
+    is_cut: Callable[[], bool] = lambda: False
+    """Whether its group's time is used up: a cancellation then ends this attempt, not the run."""
 
     def trajectory(self, number: int) -> str:
         return f"{self.name or self.draw}/{self.attempt}/{number}"
@@ -113,8 +115,8 @@ class Progress:
 async def run_attempt(shop: Workshop, wanted: Attempt) -> Trajectory:
     """Return the first try that the policy decided, or the last one within rollout.retries.
 
-    Every failure of ours is an outcome with reward None; only cancellation and
-    TooManyInfraFailures rise.
+    Every failure of ours is an outcome with reward None, as is the end of the group's time; only
+    TooManyInfraFailures and a cancellation for another reason rise.
     """
     for number in range(shop.config.rollout.retries + 1):
         trajectory, detail = await _run_try(shop, wanted, number)
@@ -132,8 +134,12 @@ async def _run_try(shop: Workshop, wanted: Attempt, number: int) -> tuple[Trajec
     try:
         outcome = await _play(shop, wanted, number, progress)
     except asyncio.CancelledError:
-        _report(shop, wanted, number, _trajectory(shop, wanted, number, progress, CANCELLED), begin)
-        raise
+        outcome = _cancelled(wanted)
+        if outcome is CANCELLED:
+            made = _trajectory(shop, wanted, number, progress, outcome)
+            _report(shop, wanted, number, made, begin)
+            raise
+        detail = error_line = f"cancelled: {RULES[outcome.cause].meaning}"
     except InfraError as error:
         outcome = Outcome(cause=error.cause, reward=None)
         detail = error_line = f"{type(error).__name__}: {error}"
@@ -149,6 +155,14 @@ async def _run_try(shop: Workshop, wanted: Attempt, number: int) -> tuple[Trajec
 
 
 CANCELLED = Outcome(cause="cancelled", reward=None)
+
+
+def _cancelled(wanted: Attempt) -> Outcome:
+    """Return what a cancellation means that reached an attempt."""
+    task = asyncio.current_task()
+    if task is not None and not task.cancelling():
+        return Outcome(cause="infra", reward=None)  # something that it waited for was cancelled
+    return Outcome(cause="group_timeout", reward=None) if wanted.is_cut() else CANCELLED
 
 
 async def _play(shop: Workshop, wanted: Attempt, number: int, progress: Progress) -> Outcome:

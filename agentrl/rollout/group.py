@@ -27,28 +27,33 @@ async def run_group(
     """Run `attempts` of `task` and return them all, those without a reward too.
 
     slots: admits trajectories; the group's clock starts once each of its attempts is admitted.
-    An attempt still running at rollout.group_timeout_s is cancelled and counts as lost.
+    An attempt still running at rollout.group_timeout_s is cut and counts as lost, by its cause.
     """
     begin = now()
+    cut = asyncio.Event()
     running: list[asyncio.Task[Trajectory]] = []
     try:
         for number in range(attempts):
             await slots.acquire()
-            wanted = Attempt(draw=draw, task=task, attempt=number, name=name)
+            wanted = Attempt(draw=draw, task=task, attempt=number, name=name, is_cut=cut.is_set)
             one = asyncio.create_task(run_attempt(shop, wanted))
             one.add_done_callback(lambda _: slots.release())
             running.append(one)
-        await asyncio.wait(
+        done, late = await asyncio.wait(
             running,
             timeout=shop.config.rollout.group_timeout_s,
             return_when=asyncio.FIRST_EXCEPTION,
         )
+        for one in done:
+            one.result()  # raises TooManyInfraFailures
+        if late:
+            cut.set()
     finally:
         await _cancel(running)
     group = make_group(
         draw,
         task.instance_id,
-        [_kept(shop, draw, task, number, one) for number, one in enumerate(running)],
+        [one.result() for one in running],
         min_group=shop.config.rollout.min_group,
     )
     report_group(shop, group, begin, draw=-1 if name else draw)
@@ -83,24 +88,6 @@ def report_group(shop: Workshop, group: Group, begin: float, *, draw: int) -> No
     if group.dropped:
         log.warning("group of draw %d is dropped: %s", group.draw, group.dropped)
         shop.events.write(Drop(what="group", reason=group.dropped, draw=draw, end=now()))
-
-
-def _kept(
-    shop: Workshop, draw: int, task: Task, number: int, one: asyncio.Task[Trajectory]
-) -> Trajectory:
-    if not one.cancelled():
-        return one.result()  # raises TooManyInfraFailures
-    log.warning("draw %d, attempt %d: cut at rollout.group_timeout_s", draw, number)
-    return Trajectory(
-        run=shop.config.name,
-        draw=draw,
-        task_id=task.instance_id,
-        attempt=number,
-        node=shop.node,
-        reward=None,
-        cause="infra",
-        turns=0,
-    )
 
 
 async def _cancel(running: Sequence[asyncio.Task[Trajectory]]) -> None:

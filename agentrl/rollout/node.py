@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -197,7 +198,8 @@ async def _run_process(
 ) -> int:
     """Run one worker process to its end; a stop is a SIGTERM, and SIGKILL after `grace_s`."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "agentrl.rollout.worker", str(run_dir), *map(str, ids)
+        *(sys.executable, "-m", "agentrl.rollout.worker"),
+        *(str(run_dir), *map(str, ids), str(os.getpid())),
     )
     try:
         waiter = asyncio.create_task(process.wait())

@@ -26,6 +26,9 @@ RULES: dict[str, Rule] = {
     "engine_lost": Rule(is_graded=False, is_retried=True, meaning="no engine answered"),
     "grading": Rule(is_graded=False, is_retried=True, meaning="the tests could not be run"),
     "infra": Rule(is_graded=False, is_retried=True, meaning="another failure of ours"),
+    "group_timeout": Rule(
+        is_graded=False, is_retried=False, meaning="cut at rollout.group_timeout_s"
+    ),
     "cancelled": Rule(is_graded=False, is_retried=False, meaning="the run was stopping"),
 }
 

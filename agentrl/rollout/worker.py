@@ -1,6 +1,7 @@
 """One worker: makes the groups of its shard of draws, as far ahead of the trainer as is allowed.
 
-As a process of its own: `python -m agentrl.rollout.worker RUN_DIR NODE WORKER ATTEMPT`.
+As a process of its own: `python -m agentrl.rollout.worker RUN_DIR NODE WORKER ATTEMPT PARENT`;
+it ends by itself once PARENT, a process id, is no longer its parent.
 """
 
 from __future__ import annotations
@@ -166,14 +167,13 @@ def failure_file(attempt_dir: Path, node: int, worker: int) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a worker process; it ends by itself when the node process that started it is gone."""
+    """Run a worker process."""
     run_dir = Path(arguments[0])
-    node, worker, attempt = map(int, arguments[1:])
+    node, worker, attempt, parent = map(int, arguments[1:])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     asked = [False]
     signal.signal(signal.SIGTERM, lambda *_: asked.__setitem__(0, True))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the node process, which tells us
-    parent = os.getppid()
     attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
     events = EventWriter(run_dir / "events", "inference", node=str(node))
     engines = EnginesFile(attempt_dir, node)

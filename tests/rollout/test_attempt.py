@@ -171,7 +171,35 @@ def test_an_attempt_over_the_groups_time_is_cut_and_the_others_count():
     made = shop(config, agent=agent)
     found = group(made)
     assert [one.reward for one in found.trajectories] == [1.0, 1.0, None, 1.0]
+    assert found.trajectories[2].cause == "group_timeout"
+    told = [one for one in made.events.of(TrajectoryEvent) if one.cause == "group_timeout"]
+    assert [one.detail for one in told] == ["cancelled: cut at rollout.group_timeout_s"]
     assert made.provider.open == 0
+
+
+def test_groups_that_are_all_cut_stop_the_run_with_the_table():
+    config = RunConfig()
+    config.rollout.group_timeout_s, config.rollout.infra_window = 0.1, 8
+
+    async def agent(**rest):
+        await asyncio.Event().wait()
+
+    with pytest.raises(TooManyInfraFailures, match=r"group_timeout +8"):
+        group(shop(config, agent=agent), attempts=8)
+
+
+def test_a_cancelled_future_inside_an_attempt_costs_that_try_alone():
+    async def agent(*, trajectory, **rest):
+        if trajectory == "4/1/0":
+            gone = asyncio.get_running_loop().create_future()
+            gone.cancel()
+            await gone
+        return await ToyAgent()(trajectory=trajectory, **rest)
+
+    made = shop(agent=agent)
+    found = group(made)
+    assert [one.tries for one in found.trajectories] == [1, 2, 1, 1]
+    assert [one.reward for one in found.trajectories] == [1.0] * 4
 
 
 def test_cancelling_a_group_closes_every_sandbox_and_is_never_tried_again():

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from agentrl.errors import TooManyInfraFailures
 from agentrl.events import EventWriter, TrajectoryEvent, read_folder
 from agentrl.handoff.spool import list_spool, read_group
 from agentrl.rollout.node import run_node
+from agentrl.rollout.worker import STOPPED
 from agentrl.tasks.prepare import prepare
 from agentrl.weights.version import publish_version, reannounce
 
@@ -134,3 +137,16 @@ def test_a_nodes_workers_hand_up_the_table_of_causes(data, tmp_path):
     with pytest.raises(TooManyInfraFailures, match="sandbox_start"):
         asyncio.run(run())
     assert workers() == []
+
+
+def test_a_worker_whose_node_process_died_while_it_started_ends(data, tmp_path):
+    config = settings(data, tmp_path)
+    config.run_dir.mkdir(parents=True)
+    save(config, config.run_dir / "config.yaml")
+    with subprocess.Popen(["true"]) as dead:
+        dead.wait()
+    words = [str(config.run_dir), "0", "0", "1", str(dead.pid)]
+    done = subprocess.run(
+        [sys.executable, "-m", "agentrl.rollout.worker", *words], timeout=300, check=False
+    )
+    assert done.returncode == STOPPED
