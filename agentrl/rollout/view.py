@@ -11,15 +11,19 @@ from pathlib import Path
 from agentrl.errors import RecordError
 from agentrl.handoff.publish import publish_json
 from agentrl.rollout.draws import DrawSet
-from agentrl.weights.version import Announced, latest
+from agentrl.weights.version import Announced, Stamp, latest, latest_stamp
 
 POLL_S = 0.1
+LONGEST_POLL_S = 2.0
+PATIENCE = 50
+"""The next announcement is looked for after a fiftieth of the time since the last: dozens of
+processes ask one shared filesystem, and where steps take minutes seconds are soon enough."""
 TROUBLE_S = 30.0
 """How long an unreadable LATEST.json is borne: a resuming trainer replaces folders under it."""
 
 
 class TrainerView:
-    """The newest announcement of this launch attempt's trainer, read at most once in POLL_S."""
+    """The newest announcement of this launch attempt's trainer, looked for every POLL_S or less."""
 
     def __init__(
         self, weights: Path, *, attempt: int, clock: Callable[[], float] = time.monotonic
@@ -28,6 +32,8 @@ class TrainerView:
         self._attempt = attempt
         self._clock = clock
         self._next = 0.0
+        self._changed = clock()
+        self._stamp: Stamp | None = None
         self._trouble_since: float | None = None
         self._consumed: tuple[list[list[int]], DrawSet] = ([], DrawSet())
         self.announced: Announced | None = None
@@ -35,17 +41,23 @@ class TrainerView:
 
     def refresh(self) -> Announced | None:
         """Look again when it is time. Raises RecordError when it stays unreadable."""
-        if self._clock() < self._next:
+        now = self._clock()
+        if now < self._next:
             return self.announced
-        self._next = self._clock() + POLL_S
+        pause = min(max(POLL_S, (now - self._changed) / PATIENCE), LONGEST_POLL_S)
+        self._next = now + pause
+        stamp = latest_stamp(self._weights)
+        if stamp == self._stamp:
+            return self.announced
         try:
             found = latest(self._weights)
         except RecordError:
-            self._trouble_since = self._trouble_since or self._clock()
-            if self._clock() - self._trouble_since > TROUBLE_S:
+            self._trouble_since = self._trouble_since or now
+            if now - self._trouble_since > TROUBLE_S:
                 raise
             return self.announced
         self._trouble_since = None
+        self._stamp, self._changed, self._next = stamp, now, now + POLL_S
         if found is not None and found.attempt == self._attempt:
             self.announced = found
         return self.announced

@@ -26,9 +26,11 @@ if TYPE_CHECKING:  # an inference node's processes read announcements only: seco
 
 __all__ = [
     "Announced",
+    "Stamp",
     "announce",
     "folder_name",
     "latest",
+    "latest_stamp",
     "lease",
     "leased",
     "prune",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 LATEST = "LATEST.json"
+Stamp = tuple[int, int, int]
 WEIGHTS_FILE = "model.safetensors"
 COPIED = ("config.json", "generation_config.json")
 
@@ -175,6 +178,20 @@ def latest(weights: Path) -> Announced | None:
     if problem:
         raise RecordError(f"{weights / LATEST}: announces version {announced.version}, {problem}")
     return announced
+
+
+def latest_stamp(weights: Path) -> Stamp | None:
+    """Return what differs whenever LATEST.json is another file; None before the first version.
+
+    The folder is listed first: over NFS a file renamed over another is not seen otherwise.
+    """
+    if not weights.is_dir() or LATEST not in os.listdir(weights):
+        return None
+    try:
+        found = os.stat(weights / LATEST)
+    except OSError:  # ESTALE, as it was replaced
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def _read_latest(weights: Path) -> Announced | None:

@@ -263,6 +263,24 @@ def test_an_earlier_attempts_announcement_starts_nothing(tmp_path):
     assert view.consumed.count == 0
 
 
+def test_an_announcement_is_looked_for_less_often_the_longer_there_was_none(tmp_path):
+    trainer = Trainer(tmp_path)
+    times = [0.0]
+    view = TrainerView(tmp_path / "weights", attempt=1, clock=lambda: times[0])
+    first = view.refresh()
+    for passed in (50.0, 51.2):  # looked for; 1 s later, a fiftieth of the 50, again
+        times[0] = passed
+        assert view.refresh() is first
+    trainer.announce(done=True)
+    times[0] = 52.0
+    assert not view.refresh().done
+    times[0] = 52.3
+    assert view.refresh().done
+    trainer.announce(done=False)
+    times[0] = 52.5
+    assert not view.refresh().done
+
+
 def test_a_broken_announcement_is_borne_for_a_while_only(tmp_path):
     Trainer(tmp_path)
     times = [0.0]
