@@ -239,6 +239,21 @@ class EventWriter:
         self._file.close()
 
 
+def writer_of(name: str) -> tuple[str, str]:
+    """Return role and node of the writer of an event file, from its name; no node if it has none.
+
+    A node's name may hold dashes, a role's does not.
+    """
+    role, *rest = name.removesuffix(".jsonl").split("-")
+    is_whole = len(rest) > 1 and rest[-1].isdigit()
+    return (role, "-".join(rest[:-1])) if is_whole else (name.removesuffix(".jsonl"), "")
+
+
+def engine_of(node: str, engine: str) -> str:
+    """Name an engine by its node too, as 2/engine-0: each node numbers its own from 0."""
+    return f"{node}/{engine}" if node and engine else engine
+
+
 class NoEvents:
     """Stands where a writer is wanted and nobody reads."""
 

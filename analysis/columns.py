@@ -65,7 +65,7 @@ def to_table(kind: type[E], found: Sequence[E], file: int) -> pa.Table:
     for name, arrow in field_types(kind).items():
         values = map(attrgetter(name), found)
         if arrow == pa.string():
-            columns.append(_texts(map(_json, values) if _is_nested(hints[name]) else values))
+            columns.append(to_texts(map(_json, values) if _is_nested(hints[name]) else values))
         elif type(None) in get_args(hints[name]):
             columns.append(_optional(list(values), NUMPY[arrow]))
         else:
@@ -96,7 +96,7 @@ def _optional(values: Sequence[float | None], of: type[np.generic]) -> pa.Array:
     return to_arrow(known, missing)
 
 
-def _texts(values: Iterable[str]) -> pa.Array:
+def to_texts(values: Iterable[str]) -> pa.Array:
     """Return texts as an Arrow column; a file's name may hold what no encoding has."""
     texts = list(values)
     whole = "".join(texts)

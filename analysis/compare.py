@@ -148,10 +148,9 @@ def _measures(run: Run) -> Iterator[tuple[str, Measure]]:
     done = len(run.store.table(events.TrajectoryEvent))
     rows = throughput.table(run)
     if rows:
-        concurrent = sum(row.concurrent for row in rows) / len(rows)
         calls = sum(row.calls for row in rows)
         yield "trajectories an hour", (throughput.per_hour(rows), done, "1/h", "more")
-        yield "concurrent trajectories", (concurrent, done, "mean", "")
+        yield "concurrent trajectories", (throughput.concurrent(rows), done, "mean", "")
         yield "model-call latency", (throughput.latency(rows), calls, "s, median", "less")
         yield "sampled tokens a second", (throughput.tokens_per_s(rows), calls, "1/s", "more")
         yield "engines idle", (100 * throughput.idle_share(rows), done, "%", "less")

@@ -7,17 +7,21 @@ names none, each engine and the trainer count as one):
     queue            Σ of the time between a launch attempt's end and the next one's start × G;
                      they were not held, but the run could not go on
     start-up         Σ over launch attempts of (first trajectory's start − start) × G
-    idle engines     idle share of the load samples × (last trajectory's end − first's start) × Gᵢ
+    idle engines     Σ over engines of (time that load samples cover − busy time) × its GPUs
     idle trainer     Σ of the steps' wait × Gₜ
-    recovery         Σ over engine faults of (that engine's next `ready` − fault) × its GPUs, and
-                     Σ seconds of steps that a resume undid × G
-    infrastructure   Σ seconds of trajectories without reward ÷ mean number under way × Gᵢ
+    recovery         Σ over engines of the time from a fault to the next `ready`, at most to the
+                     launch attempt's end, × its GPUs, and Σ seconds of steps that were undone × G
+    infrastructure   Σ seconds of trajectories without reward ÷ mean number under way × Gᵢ, the mean
+                     over the held time from the first trajectory's start to the last one's end
 
-The causes overlap (a lost trajectory also leaves an engine idle), so they do not add up to a whole.
+A launch attempt that has no line in the ledger, for it goes on or its launcher was killed, is known
+by its `begin` event and lasts until the run's last event. The causes overlap (a lost trajectory
+also leaves an engine idle), so they do not add up to a whole.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +35,8 @@ from analysis.run_files import Run
 from analysis.steps import of_run
 
 Stretch = tuple[float, float]
+A_RETRY = "request"
+"""Cause of faults that a client saw: its engine may be well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,11 @@ class Gpus:
     @property
     def unit(self) -> str:
         return "GPU-hours" if self.is_told else "device-hours"
+
+    @property
+    def an_engine(self) -> float:
+        """GPUs of one engine."""
+        return self.inference / self.engines
 
     @property
     def all(self) -> int:
@@ -93,8 +104,8 @@ def table(run: Run) -> list[Row]:
         _start_up(run, held, has),
         _idle_engines(run, has),
         _idle_trainer(run, has),
-        _recovery(run, has),
-        _infrastructure(run, has),
+        _recovery(run, held, has),
+        _infrastructure(run, held, has),
     ]
     many = f"{len(held)} launch attempt{'s' * (len(held) != 1)}"
     found.insert(0, ("held", whole, f"{many} × {has.all} devices"))
@@ -106,11 +117,44 @@ def table(run: Run) -> list[Row]:
 
 def attempts(run: Run) -> Iterator[Stretch]:
     """Yield when each launch attempt held its nodes; the whole run where nothing tells."""
-    told = [(line.started, line.finished) for line in run.ledger if line.started]
+    told = {
+        line.attempt: (line.started, max(line.started, line.finished))
+        for line in run.ledger
+        if line.started
+    }
+    _, last = run.store.span()
+    begun = {e.attempt: e.start for e in run.of(events.LaunchAttempt) if e.phase == "begin"}
+    for number, start in begun.items():
+        later = [at for other, (at, _) in told.items() if other > number]
+        told.setdefault(number, (start, max(start, min([last, *later]))))
     if told:
-        yield from ((start, max(start, end)) for start, end in told)
+        yield from (told[number] for number in sorted(told))
     elif len(run.store):
         yield run.store.span()
+
+
+def down_s(
+    faults: Sequence[events.EngineFault],
+    ready: Sequence[events.EngineState],
+    held: Sequence[Stretch],
+) -> float:
+    """Return the seconds that engines were down: each from a fault until it was ready again.
+
+    faults, ready: ordered by time. A fault while an engine is down begins nothing new. One that
+    never came back was down until its launch attempt ended.
+    """
+    back: dict[str, list[float]] = defaultdict(list)
+    for state in ready:
+        back[state.engine].append(state.start)
+    until: dict[str, float] = {}
+    whole = 0.0
+    for fault in faults:
+        at = fault.start or fault.end
+        end = next((end for start, end in held if start <= at <= end), at)
+        end = next((again for again in back[fault.engine] if at < again < end), end)
+        whole += max(0.0, end - max(at, until.get(fault.engine, at)))
+        until[fault.engine] = max(end, until.get(fault.engine, end))
+    return whole
 
 
 @plot.styled
@@ -168,11 +212,11 @@ def _start_up(run: Run, held: Sequence[Stretch], has: Gpus) -> Loss:
 
 def _idle_engines(run: Run, has: Gpus) -> Loss:
     rows = throughput.table(run)
-    idle = throughput.idle_share(rows) if rows else 0.0
-    if idle != idle:
+    share = throughput.idle_share(rows)
+    if share != share:
         return "idle engines", 0.0, "unknown: no load samples"
-    seconds = sum(row.seconds for row in rows)
-    return "idle engines", idle * seconds * has.inference / 3600, f"idle {100 * idle:.0f} %"
+    seconds = share * throughput.sampled_s(rows)
+    return "idle engines", seconds * has.an_engine / 3600, f"idle {100 * share:.0f} %"
 
 
 def _idle_trainer(run: Run, has: Gpus) -> Loss:
@@ -181,14 +225,12 @@ def _idle_trainer(run: Run, has: Gpus) -> Loss:
     return "idle trainer", waited * has.trainer / 3600, f"{waited:,.0f} s in {len(steps)} steps"
 
 
-def _recovery(run: Run, has: Gpus) -> Loss:
+def _recovery(run: Run, held: Sequence[Stretch], has: Gpus) -> Loss:
     ready = [state for state in run.of(events.EngineState) if state.state == "ready"]
-    down = 0.0
-    for fault in run.of(events.EngineFault):
-        at = fault.end or fault.start
-        down += next((s.start - at for s in ready if s.engine == fault.engine and s.start > at), 0)
+    faults = [fault for fault in run.of(events.EngineFault) if fault.cause != A_RETRY]
+    down = down_s(sorted(faults, key=lambda fault: fault.start), ready, held)
     undone = _undone_seconds(run)
-    hours = (down * has.inference / has.engines + undone * has.all) / 3600
+    hours = (down * has.an_engine + undone * has.all) / 3600
     return "recovery", hours, f"engines down {down:,.0f} s, steps undone {undone:,.0f} s"
 
 
@@ -197,13 +239,14 @@ def _undone_seconds(run: Run) -> float:
     return whole - sum(step.seconds for step in of_run(run).steps)
 
 
-def _infrastructure(run: Run, has: Gpus) -> Loss:
+def _infrastructure(run: Run, held: Sequence[Stretch], has: Gpus) -> Loss:
     done = run.of(events.TrajectoryEvent)
     lost = [each for each in done if each.reward is None]
     if not lost:
         return "infrastructure", 0.0, "no trajectory was lost"
-    stretch = max(each.end for each in done) - min(each.start for each in done)
-    under_way = sum(each.seconds for each in done) / (stretch or 1.0)
+    low, high = min(each.start for each in done), max(each.end for each in done)
+    seconds_held = sum(max(0.0, min(high, end) - max(low, start)) for start, end in held)
+    under_way = sum(each.seconds for each in done) / (seconds_held or 1.0)
     seconds = sum(each.seconds for each in lost)
     hours = seconds / (under_way or 1.0) * has.inference / 3600
     return "infrastructure", hours, f"{len(lost):,} lost trajectories, {seconds:,.0f} s"

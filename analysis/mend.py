@@ -1,4 +1,7 @@
-"""Faults of event files that bias every figure, found and undone: rows twice, clocks apart."""
+"""Faults of event files that bias every figure, found and undone: rows twice, clocks apart.
+
+Engines are named by their nodes here too, so that those of two nodes are never taken for one.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from agentrl import events
-from analysis.columns import FILE, numbers, tag, texts, to_arrow, to_events, whole_numbers
+from analysis.columns import FILE, numbers, tag, texts, to_arrow, to_events, to_texts, whole_numbers
 
 DAY_S = 86400.0
 FAR_S = 400 * DAY_S
 """No run is that long, seconds."""
 LEAST_SKEW_S = 0.5
 """Clocks closer than this are left alone, seconds."""
+OF_ENGINES = (events.EngineState, events.EngineFault, events.EngineMetrics, events.VersionEvent)
+"""Kinds whose `engine` is a name that a node gave."""
 LEAST_VERSIONS = 3
 """Versions that a node must have proved before its clock is called ahead."""
 
@@ -130,6 +135,21 @@ def moved(table: pa.Table, shifts: Mapping[int, float]) -> pa.Table:
     return table
 
 
+def engines_by_node(table: pa.Table, nodes: Sequence[str]) -> pa.Table:
+    """Return `table` with each engine named by its node too: each node numbers its own from 0.
+
+    nodes: the node of each file number.
+    """
+    codes, names = texts(table, "engine")
+    pairs, place = np.unique(whole_numbers(table, FILE) * len(names) + codes, return_inverse=True)
+    told = [
+        events.engine_of(nodes[pair // len(names)], names[pair % len(names)])
+        for pair in pairs.tolist()
+    ]
+    column = to_texts(told).take(to_arrow(place.astype(np.int64)))
+    return table.set_column(table.column_names.index("engine"), "engine", column)
+
+
 def by_end(table: pa.Table) -> pa.Table:
     """Return `table` in the order in which its events ended, those of one moment by file."""
     at, file = moments(table), whole_numbers(table, FILE)
@@ -190,7 +210,9 @@ class Mends(msgspec.Struct):
 def mended(
     tables: Mapping[str, pa.Table], files: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, pa.Table], Mends]:
-    """Return tables without repeats, on one clock and in order, and what was mended.
+    """Return tables without repeats, on one clock, in order and with engines told apart by node.
+
+    Returns what was mended, too.
 
     files: role and node of each file.
     """
@@ -206,5 +228,8 @@ def mended(
     found = skews(whole.get(tag(events.VersionEvent)), nodes)
     by_node = {skew.node: skew.seconds for skew in found}
     shifts = {i: by_node[node] for i, node in enumerate(nodes) if node in by_node}
+    for kind in map(tag, OF_ENGINES):
+        if kind in whole:
+            whole[kind] = engines_by_node(whole[kind], nodes)
     ordered = {kind: by_end(moved(each, shifts)) for kind, each in whole.items()}
     return ordered, Mends(repeats=repeats, skews=found)

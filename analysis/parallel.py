@@ -66,7 +66,7 @@ def _read(pieces: Sequence[Piece], *, is_alone: bool) -> tuple[Tables, Found]:
             for number in taken:
                 reading.add(pieces[number])
         others = [_left(folder) for folder in folders]
-    return _joined([(reading.tables(), reading.found()), *others])
+    return joined([(reading.tables(), reading.found()), *others])
 
 
 def cut(shares: Sequence[Share]) -> list[Piece]:
@@ -96,7 +96,8 @@ def _left(folder: Path) -> tuple[Tables, Found]:
     return tables, msgspec.json.decode((folder / "found.json").read_bytes(), type=Found)
 
 
-def _joined(parts: Sequence[tuple[Tables, Found]]) -> tuple[Tables, Found]:
+def joined(parts: Sequence[tuple[Tables, Found]]) -> tuple[Tables, Found]:
+    """Return what several readers found as what one would have."""
     kinds = dict.fromkeys(kind for tables, _ in parts for kind in tables)
     joined = {
         kind: pa.concat_tables([tables[kind] for tables, _ in parts if kind in tables])

@@ -120,6 +120,12 @@ def load_run(folder: Path, *, window: Window | None = None) -> Run:
     )
 
 
+def own_files(folder: Path) -> list[EventFile]:
+    """List the event files of a run's training roles."""
+    files = event_files(folder / "events")
+    return [file for file in files if not file.name.startswith(ASIDE)]
+
+
 def read_lines(path: Path, kind: type[S], problems: list[str]) -> Iterator[S]:
     """Yield what a JSONL file holds; lines that are not of `kind` are told in `problems`."""
     decoder = msgspec.json.Decoder(kind)
@@ -142,9 +148,8 @@ def _of_others(folder: Path, problems: list[str]) -> tuple[Store | None, tuple[E
 
 
 def _events(folder: Path, problems: list[str]) -> tuple[Store, int]:
-    files = event_files(folder / "events")
-    own = [file for file in files if not file.name.startswith(ASIDE)]
-    other = [file for file in files if file.name.startswith(ASIDE)]
+    own = own_files(folder)
+    other = [file for file in event_files(folder / "events") if file.name.startswith(ASIDE)]
     store = open_store(folder / "events", own, folder / "report" / "cache" / "events")
     if not len(store):
         problems.append("events/ holds no event of a training: no step and no trajectory is known.")

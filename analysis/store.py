@@ -8,11 +8,11 @@ and of the columns.
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import TypeVar, cast
@@ -22,19 +22,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agentrl.events import Event
+from agentrl.events import Event, writer_of
 from analysis.columns import FILE, KINDS, numbers, schema, tag, to_arrow, to_events
 from analysis.mend import Mends, mended, moments, without_far
 from analysis.parallel import read_all
 from analysis.reader import Found, Reading, Share
 
-FORMAT = 2
+FORMAT = 3
 """Of the cache; another number when its content comes to mean something else."""
 ABANDONED_S = 3600.0
 """Age from which an unfinished cache is one that nobody writes any more, seconds."""
 SCRATCH = ".new-"
 E = TypeVar("E", bound=Event)
-_NAME = re.compile(r"(?P<role>[^-]+)-(?P<node>.+)-(?P<pid>\d+)\.jsonl$")
 
 
 class EventFile(msgspec.Struct, frozen=True):
@@ -61,6 +60,8 @@ class Store:
 
     tables: dict[str, pa.Table]
     index: Index
+    bounds: tuple[float, float] = (-inf, inf)
+    """Events that ended in these are here, seconds since the epoch."""
     memo: dict[object, object] = field(default_factory=dict, compare=False, repr=False)
     """What was computed from the tables; see `memo`."""
 
@@ -95,15 +96,15 @@ class Store:
         for kind, table in self.tables.items():
             at = moments(table)
             kept[kind] = table.filter(to_arrow((at >= since) & (at <= until)))
-        return Store(tables=kept, index=self.index)
+        low, high = self.bounds
+        return Store(tables=kept, index=self.index, bounds=(max(low, since), min(high, until)))
 
 
 def event_files(folder: Path) -> list[EventFile]:
     """List the event files of `folder`, by name."""
     found = []
     for path in sorted(folder.glob("*.jsonl")):
-        is_named = _NAME.match(path.name)
-        role, node = (is_named["role"], is_named["node"]) if is_named else (path.stem, "")
+        role, node = writer_of(path.name)
         stat = path.stat()
         found.append(
             EventFile(
@@ -118,15 +119,18 @@ def open_store(folder: Path, files: Sequence[EventFile], cache: Path | None) -> 
     cached = _from_cache(cache, files) if cache else None
     if cached:
         return cached
-    tables, found = read_all(shares(folder, files))
-    near, far = without_far(tables)
-    whole, mends = mended(near, [(file.role, file.node) for file in files])
-    mends.far = far
-    index = Index(files=list(files), found=found, mends=mends)
-    store = Store(tables=whole, index=index)
+    store = whole(*read_all(shares(folder, files)), files)
     if cache:
         _to_cache(store, cache)
     return store
+
+
+def whole(tables: Mapping[str, pa.Table], found: Found, files: Sequence[EventFile]) -> Store:
+    """Return what was read of `files`, its faults mended."""
+    near, far = without_far(tables)
+    sound, mends = mended(near, [(file.role, file.node) for file in files])
+    mends.far = far
+    return Store(tables=sound, index=Index(files=list(files), found=found, mends=mends))
 
 
 def shares(folder: Path, files: Sequence[EventFile]) -> list[Share]:

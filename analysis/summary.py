@@ -13,6 +13,7 @@ from analysis import (
     solve_rate,
     step_time,
     throughput,
+    training_curves,
     trajectory_time,
     what_now,
 )
@@ -144,6 +145,7 @@ def numbers(run: Run) -> Json:
             }
             for row in solve_rate.table(run)
         ],
+        "reward": training_curves.newest(training_curves.table(run), "reward"),
         "step_time": _step_numbers(run),
         "long_tail": _tail_numbers(run),
         "trajectory_time": _trajectory_numbers(run),
@@ -200,7 +202,7 @@ def _throughput_numbers(run: Run) -> Json:
         return {}
     return {
         "trajectories_per_hour": throughput.per_hour(rows),
-        "concurrent": sum(row.concurrent for row in rows) / len(rows),
+        "concurrent": throughput.concurrent(rows),
         "model_call_s": throughput.latency(rows),
         "tokens_per_s": throughput.tokens_per_s(rows),
         "engines_idle": throughput.idle_share(rows),

@@ -1,14 +1,16 @@
 """Figure: how much work the run did at a time.
 
-Time is cut into equal bins. Trajectories an hour: those that ended in the bin ÷ its length.
+Time, from the first trajectory's start to the last one's end or within the window that is given, is
+cut into equal bins. Trajectories an hour: those that ended in the bin ÷ its length.
 Concurrent: mean number of trajectories under way. Model-call latency: median and 95th percentile
 of the calls that ended in the bin. Engine busy share and tokens a second: growth of `busy_s` and
 `generated_tokens` between load samples of one engine, over the time between them, spread over the
-bins that they cover; busy is the mean over engines. A counter that falls is an engine that began
-anew. The idle share is 1 − Σ busy ÷ Σ time sampled. Without load samples, tokens a second are those
-of `engine_metrics`, or of the model calls. Running, queued and KV use: a sample (`engine_metrics`,
-else a load sample) holds until its engine's next one, for three usual gaps at most; means over the
-bin's time, all engines added up; KV use is averaged.
+bins that they cover; busy is the mean over engines. An engine that began anew, by its states or by
+a counter that fell, begins a new row of samples. The idle share is 1 − Σ busy ÷ Σ time sampled.
+Without load samples, tokens a second are those of `engine_metrics`, or of the model calls. Running,
+queued and KV use: a sample (`engine_metrics`, else a load sample) holds until its engine's next
+one, for three usual gaps at most; means over the bin's time, all engines added up; KV use is
+averaged.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from analysis.spans import Floats
 from analysis.table import whole_percent
 
 BINS = 60
+ENDS = ("starting", "stopped", "failed")
+"""States between which an engine's counters do not go on."""
 HELD_GAPS = 3
 """Usual gaps between samples for which one holds at most: of an engine that is down none does."""
 
@@ -113,8 +117,9 @@ def table(run: Run) -> list[Row]:
     start, end = start[end > 0], end[end > 0]
     if not len(end):
         return []
-    first = float(start.min())
-    bins = Bins(first=first, width=max(1.0, float(end.max()) - first) / BINS)
+    since, until = run.store.bounds
+    first = max(since, float(start.min()))
+    bins = Bins(first=first, width=max(1.0, min(until, float(end.max())) - first) / BINS)
     under_way = bins.spread(start, end, end - start)
     ended = np.bincount(bins.place(end), minlength=BINS)
     calls = _calls(run, bins)
@@ -141,22 +146,26 @@ def table(run: Run) -> list[Row]:
 
 
 def intervals(states: Sequence[events.EngineState]) -> Iterator[Interval]:
-    """Yield what each engine did between its load samples, where its counters grew."""
-    by_engine: dict[str, list[events.EngineState]] = defaultdict(list)
-    for state in states:
-        if state.state == "load":
-            by_engine[state.engine].append(state)
-    for samples in by_engine.values():
-        for old, new in pairwise(samples):
-            start, end = _at(old), _at(new)
-            began_anew = new.busy_s < old.busy_s or new.generated_tokens < old.generated_tokens
-            if end > start and not began_anew:
-                yield Interval(
-                    start=start,
-                    end=end,
-                    busy_s=min(new.busy_s - old.busy_s, end - start),
-                    tokens=new.generated_tokens - old.generated_tokens,
-                )
+    """Yield what each engine did between two load samples of one life of it.
+
+    states: ordered by time. A new life is told by its states, or by a counter that fell.
+    """
+    last: dict[str, events.EngineState] = {}
+    for new in states:
+        if new.state in ENDS:
+            last.pop(new.engine, None)
+        if new.state != "load":
+            continue
+        old, last[new.engine] = last.get(new.engine, new), new
+        start, end = _at(old), _at(new)
+        began_anew = new.busy_s < old.busy_s or new.generated_tokens < old.generated_tokens
+        if end > start and not began_anew:
+            yield Interval(
+                start=start,
+                end=end,
+                busy_s=min(new.busy_s - old.busy_s, end - start),
+                tokens=new.generated_tokens - old.generated_tokens,
+            )
 
 
 def per_hour(rows: Sequence[Row]) -> float:
@@ -164,11 +173,21 @@ def per_hour(rows: Sequence[Row]) -> float:
     return 3600 * sum(row.trajectories for row in rows) / sum(row.seconds for row in rows)
 
 
+def concurrent(rows: Sequence[Row]) -> float:
+    """Return how many trajectories were under way, mean over the whole time."""
+    return sum(row.concurrent for row in rows) / len(rows)
+
+
 def idle_share(rows: Sequence[Row]) -> float:
     """Return the share of their time that engines computed nothing; NaN if unknown."""
-    known = [row for row in rows if row.sampled_s and row.busy_s == row.busy_s]
-    sampled = sum(row.sampled_s for row in known)
+    known = [row for row in rows if row.busy_s == row.busy_s]
+    sampled = sampled_s(rows)
     return 1 - sum(row.busy_s for row in known) / sampled if sampled else nan
+
+
+def sampled_s(rows: Sequence[Row]) -> float:
+    """Return the engine-seconds that load samples tell of."""
+    return sum(row.sampled_s for row in rows if row.busy_s == row.busy_s)
 
 
 def tokens_per_s(rows: Sequence[Row]) -> float:
@@ -215,8 +234,9 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    concurrent = sum(row.concurrent for row in rows) / len(rows)
-    return f"{per_hour(rows):,.0f} trajectories an hour, {concurrent:,.0f} under way on average"
+    return (
+        f"{per_hour(rows):,.0f} trajectories an hour, {concurrent(rows):,.0f} under way on average"
+    )
 
 
 def finding(rows: Sequence[Row]) -> str:
@@ -284,10 +304,14 @@ def _held(told: Sequence[_Sample]) -> Iterator[tuple[float, float, _Sample]]:
     for sample in told:
         by_engine[sample.engine].append(sample)
     for some in by_engine.values():
-        gaps = [new.at - old.at for old, new in pairwise(some)]
-        longest = HELD_GAPS * median(gaps) if gaps else 0.0
-        for sample, gap in zip(some, gaps, strict=False):
-            yield sample.at, sample.at + min(gap, longest), sample
+        longest = _longest([sample.at for sample in some])
+        for sample, later in pairwise(some):
+            yield sample.at, min(later.at, sample.at + longest), sample
+
+
+def _longest(times: Sequence[float]) -> float:
+    """Return how long a sample holds at most, by the times of its engine's samples."""
+    return HELD_GAPS * median(new - old for old, new in pairwise(times)) if times[1:] else 0.0
 
 
 class _Sample(NamedTuple):

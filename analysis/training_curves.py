@@ -90,16 +90,14 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
 
 
 def headline(rows: Sequence[Row]) -> str:
-    many = min(WINDOW, len(rows))
-    first, last = _mean(rows[:many], "reward"), _mean(rows[-many:], "reward")
-    return _told("Mean reward", first, last)
+    return _told("Mean reward", _mean(rows[:WINDOW], "reward"), newest(rows, "reward"))
 
 
 def finding(rows: Sequence[Row]) -> str:
     """Say how reward and entropy went from the first to the last ten steps."""
     many = min(WINDOW, len(rows))
     parts = [
-        _told(name, _mean(rows[:many], key), _mean(rows[-many:], key))
+        _told(name, _mean(rows[:WINDOW], key), newest(rows, key))
         for name, key in (("Mean reward", "reward"), ("entropy", "entropy"))
     ]
     resumes = sum(row.resumed for row in rows)
@@ -136,6 +134,11 @@ def _told(name: str, first: float, last: float) -> str:
     if isnan(first) or isnan(last):
         return f"{name} was not logged"
     return f"{name} went from {first:.2f} to {last:.2f}"
+
+
+def newest(rows: Sequence[Row], name: str) -> float:
+    """Return a metric's mean over the last steps, as where its line ends; NaN if not logged."""
+    return _mean(rows[-WINDOW:], name)
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:

@@ -77,7 +77,7 @@ def _engines_idle(run: Run) -> Iterator[Row]:
     rows = throughput.table(run)
     share = throughput.idle_share(rows) if rows else float("nan")
     if share == share:
-        mean = sum(row.concurrent for row in rows) / len(rows)
+        mean = throughput.concurrent(rows)
         yield Row(
             what="Engines are idle",
             share=share,

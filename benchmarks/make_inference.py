@@ -139,7 +139,7 @@ def write_node(folder: Path, node: str, plans: Sequence[Plan], its: Node, random
         for version in range(its.shape.batches + 1):
             at = published(version) + 3.0 + random.random() + its.shift
             proved = events.VersionEvent(
-                version=version, phase="proved", engine=f"{node}/0", start=at, end=at
+                version=version, phase="proved", engine="engine-0", start=at, end=at
             )
             file.write(_line(proved))
         for plan in plans:
@@ -251,7 +251,7 @@ def _engines(node: str, its: Node, random: Random) -> Iterator[bytes]:
     """Yield what a node's engines say of themselves: load samples, metrics, one's fault."""
     seconds = published(its.shape.batches) + 1728 - BEGIN
     for number in range(ENGINES):
-        engine, busy = f"http://{node}:{30000 + number}", 0.0
+        engine, busy = f"engine-{number}", 0.0
         for i in range(int(seconds / SAMPLE_S)):
             at = BEGIN + SAMPLE_S * i + its.shift
             wave = sin(2 * pi * WAVES * SAMPLE_S * i / seconds)
@@ -269,7 +269,7 @@ def _engines(node: str, its: Node, random: Random) -> Iterator[bytes]:
                 )
             )  # fmt: skip
             busy += SAMPLE_S * (BUSY + BUSY_BEND * wave)
-    broken, at = f"http://{node}:30003", BEGIN + seconds / 2 + its.shift
+    broken, at = "engine-3", BEGIN + seconds / 2 + its.shift
     yield _line(events.EngineFault(engine=broken, cause="no token progress", start=at, end=at))
     at += DOWN_S
     yield _line(events.EngineState(engine=broken, state="ready", start=at, end=at))

@@ -45,11 +45,11 @@ class EventTail:
 
 
 def _of_node(event: events.AnyEvent, path: Path) -> events.AnyEvent:
-    """Name an engine by its node too, as 2/engine-0: each node numbers its own from 0."""
-    node = path.stem.split("-")[1:2]
-    if not node or not isinstance(event, events.EngineState | events.EngineFault):
+    """Name an engine by its node too."""
+    if not isinstance(event, events.EngineState | events.EngineFault):
         return event
-    return msgspec.structs.replace(event, engine=f"{node[0]}/{event.engine}")
+    _, node = events.writer_of(path.name)
+    return msgspec.structs.replace(event, engine=events.engine_of(node, event.engine))
 
 
 def _decode(line: bytes) -> events.AnyEvent | None:

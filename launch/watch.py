@@ -1,14 +1,17 @@
 """`agentrl watch RUN`: a run's standing, live, until it ends; Ctrl-C ends only the watching.
 
-Slurm is asked once in every --every-s; the run's own files are read twice a second. Without a
-terminal a line is printed whenever something changed.
+The numbers are those of `agentrl report`, by its reader and its definitions: of the whole run, and
+of its last ten minutes (`--since`). Slurm is asked once in every --every-s; the run's own files are
+read twice a second, less often where counting takes long. Without a terminal a line is printed
+whenever something changed.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -17,14 +20,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from analysis.live import LiveRun
+from analysis.table import whole_percent
 from launch.command import guard, parser, say
-from launch.progress import EventTail, Standing
 from launch.run_dir import RunDir
 from launch.status import Place, ended, place_of
 from slurm import ledger
 from slurm.exit_record import DONE, FAILED
 
 FILES_EVERY_S = 0.5
+RECENT_S = 600.0
 COLOURS = {"RUNNING": "green", "PENDING": "yellow", "COMPLETING": "yellow", "COMPLETED": "green"}
 ENGINE_COLOURS = {"ready": "green", "failed": "red", "stopped": "dim"}
 ATTEMPTS_SHOWN = 4
@@ -90,21 +95,34 @@ class View:
     def __init__(self, run: RunDir, *, every_s: float = 5.0) -> None:
         self.run = run
         self.steps = run.config().training.steps
-        self.standing = Standing()
         self.place = Place()
         self.lines: list[ledger.LedgerLine] = []
-        self._tail = EventTail(run.path / "events")
+        self._live = LiveRun(run.path, run.config())
+        self._is_new = False
         self._every_s = every_s
         self._ask_at = 0.0
+        self._count()
 
     def look(self) -> bool:
         """Read what is new; return whether the run lives, or may live."""
         if time.monotonic() >= self._ask_at:
             self.place = place_of(self.run)
             self._ask_at = time.monotonic() + self._every_s
-        self.standing.add(self._tail.read())
+        self._is_new |= self._live.read()
+        if self._is_new and (time.monotonic() >= self._count_at or not self.place.state):
+            self._count()
         self.lines = ledger.read(self.run.path)
         return bool(self.place.state)
+
+    def _count(self) -> None:
+        """Count anew, and not again before ten times as long as it took."""
+        from analysis.standing import standing  # a second, which `train` has no need of
+
+        begin, run = time.monotonic(), self._live.run()
+        self.standing = standing(run)
+        self.recent = standing(run.within(time.time() - RECENT_S, inf))
+        self._is_new = False
+        self._count_at = time.monotonic() + 10 * (time.monotonic() - begin)
 
     @property
     def state(self) -> str:
@@ -116,7 +134,7 @@ class View:
         parts += [
             f"{role} {text.partition(',')[0]}" for role, text in self.place.components.items()
         ]
-        engines = sum(state == "ready" for state in self.standing.engines.values())
+        engines = sum(state == "ready" for _, state in self.standing.engines)
         parts += [f"step {self.standing.step}/{self.steps}", f"{engines} engines ready"]
         parts += [f"checkpoint {self.run.checkpoint_step()}", f"{self.standing.faults} faults"]
         return " · ".join(parts)
@@ -142,20 +160,35 @@ class View:
         rows.add_row("step", count)
         rows.add_row("version", str(standing.version) if standing.version >= 0 else "none yet")
         rows.add_row("checkpoint", f"step {self.run.checkpoint_step()}")
-        rate = f"{standing.trajectories_per_hour():.0f} an hour, {standing.trajectories} in all"
-        rows.add_row("trajectories", rate)
-        if standing.reward is not None:
-            rows.add_row("reward", f"{standing.reward:.3f}")
-        if (share := standing.waiting_share()) is not None:
-            rows.add_row("trainer waits", f"{share:.0%} of its time")
+        many = f"{standing.trajectories:,} in all, {standing.lost:,} lost"
+        rows.add_row("trajectories", many)
+        for name, found, text in self._rates():
+            if found == found:
+                rows.add_row(name, text)
         last = f", the last: {standing.last_fault}" if standing.last_fault else ""
         style = "red" if standing.faults else ""
         rows.add_row("engine faults", Text(f"{standing.faults}{last}", style=style))
         return rows
 
+    def _rates(self) -> Iterator[tuple[str, float, str]]:
+        """Yield name, number and words; what is not known is NaN."""
+        whole, recent = self.standing, self.recent
+
+        def both(words: Callable[[float], str], of: str) -> tuple[float, str]:
+            first, second = float(getattr(whole, of)), float(getattr(recent, of))
+            lately = f" ({words(second)} in the last {RECENT_S / 60:.0f} min)"
+            return first, words(first) + (lately if second == second else "")
+
+        yield "reward", whole.reward, f"{whole.reward:.3f}, mean of the last steps"
+        yield "rate", *both(lambda value: f"{value:,.0f} an hour", "per_hour")
+        yield "under way", *both(lambda value: f"{value:,.1f}", "concurrent")
+        yield "sampled", *both(lambda value: f"{value:,.0f} tokens/s", "tokens_per_s")
+        yield "trainer idle", *both(whole_percent, "trainer_idle")
+        yield "engines idle", *both(whole_percent, "engines_idle")
+
     def _engines(self) -> Table:
         rows = _rows()
-        engines = sorted(self.standing.engines.items())
+        engines = self.standing.engines
         for name, state in engines[:ENGINES_SHOWN]:
             rows.add_row(name, Text(state, style=ENGINE_COLOURS.get(state, "yellow")))
         if len(engines) > ENGINES_SHOWN:

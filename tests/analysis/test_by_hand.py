@@ -27,6 +27,7 @@ from analysis import (
 )
 from analysis.report import write_report
 from analysis.run_files import load_run
+from analysis.window import Window
 from launch import report as command
 
 AT = 1_790_000_000.0
@@ -111,6 +112,62 @@ def test_gpu_hours_follow_the_ledger(tmp_path: Path) -> None:
     assert (rows["held"], rows["queue"], rows["idle trainer"]) == (4, 1, 0.25)
     assert rows["recovery"] == pytest.approx(0.1)
     assert rows["start-up"] == pytest.approx(2 * (360 + 3600) / 3600)
+
+
+def fault(engine: str, at: float) -> events.EngineFault:
+    return events.EngineFault(engine=engine, cause="exit", start=AT + at, end=AT + at + 5)
+
+
+def ready(engine: str, at: float) -> events.EngineState:
+    return events.EngineState(engine=engine, state="ready", start=AT + at, end=AT + at)
+
+
+def test_an_engine_is_down_from_its_fault_to_its_return_and_never_through_the_queue() -> None:
+    held = [(AT, AT + 100), (AT + 5000, AT + 6000)]
+    twice = gpu_hours.down_s([fault("e", 10), fault("e", 20)], [ready("e", 40)], held)
+    assert twice == 30
+    never = gpu_hours.down_s([fault("e", 70)], [ready("e", 5040), ready("f", 80)], held)
+    assert never == 30
+
+
+def test_an_attempt_that_nobody_closed_holds_its_nodes_until_the_last_event(tmp_path: Path) -> None:
+    line = {"attempt": 1, "started": AT, "finished": AT + 100}
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(line) + "\n")
+    begun = [
+        events.LaunchAttempt(attempt=i, phase="begin", start=AT + at, end=AT + at)
+        for i, at in ((1, 0), (2, 200))
+    ]
+    late = events.TrajectoryEvent(
+        trajectory="0/0/0", draw=0, task="t", attempt=0, cause="submitted", reward=1.0,
+        start=AT + 250, end=AT + 900,
+    )  # fmt: skip
+    run = load_run(write(tmp_path, *begun, late))
+    assert list(gpu_hours.attempts(run)) == [(AT, AT + 100), (AT + 200, AT + 900)]
+
+
+def test_engines_of_two_nodes_are_two_though_each_numbers_its_own_from_0(tmp_path: Path) -> None:
+    for node, busy in (("gpu-0", 1.0), ("gpu-1", 0.5)):
+        writer = events.EventWriter(tmp_path / "events", "inference", node=node)
+        for at in range(0, 61, 5):
+            state = events.EngineState(
+                engine="engine-0", state="load", busy_s=busy * at, running=3,
+                generated_tokens=100 * at, start=AT + at, end=AT + at,
+            )  # fmt: skip
+            writer.write(state)
+        writer.close()
+    run = load_run(write(tmp_path, trajectory(0, 60)))
+    rows = throughput.table(run)
+    assert throughput.idle_share(rows) == pytest.approx(0.25)
+    assert (throughput.tokens_per_s(rows), rows[0].running) == (pytest.approx(200), 6)
+    assert {state.engine for state in run.of(events.EngineState)} == {
+        "gpu-0/engine-0", "gpu-1/engine-0",
+    }  # fmt: skip
+
+
+def test_the_rate_within_a_window_is_of_the_windows_time(tmp_path: Path) -> None:
+    write(tmp_path, *(trajectory(i, 100 + 10 * i) for i in range(10)))
+    rows = throughput.table(load_run(tmp_path, window=Window(since="150s")))
+    assert throughput.per_hour(rows) == pytest.approx(3600 * 5 / 40)
 
 
 def test_sandbox_steps_are_told_by_backend(tmp_path: Path) -> None:

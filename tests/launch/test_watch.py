@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from agentrl.config import RunConfig
-from agentrl.events import EngineFault, EngineState, EventWriter
+from agentrl.events import EngineFault, EngineState, EventWriter, Step, TrajectoryEvent
+from analysis import summary
+from analysis.run_files import load_run
 from launch import watch
 from launch.run_dir import RunDir, create
 from launch.status import Place
@@ -41,6 +43,33 @@ def test_engines_of_all_nodes_are_shown_each_by_its_node(run: RunDir) -> None:
     assert "0/engine-0" in text
     assert "1/engine-0" in text
     assert "2, the last: 1/engine-0: exit" in text
+
+
+def test_the_numbers_are_those_of_the_report(run: RunDir) -> None:
+    events = EventWriter(run.path / "events", "trainer", node="0")
+    for step in range(1, 13):
+        at = 1000.0 * step
+        events.write(
+            Step(
+                step=step, version=step, wait_s=250, logprob_s=50, update_s=600, publish_s=100,
+                metrics={"reward": step / 16}, start=at, end=at + 1000,
+            )
+        )  # fmt: skip
+        events.write(
+            TrajectoryEvent(
+                trajectory=f"{step}/0/0", draw=step, task="t", attempt=0, cause="submitted",
+                reward=1.0, start=at, end=at + 1000,
+            )
+        )  # fmt: skip
+    events.close()
+    view = View(run)
+    view.look()
+    numbers = summary.numbers(load_run(run.path))
+    told = shown(view, 100)
+    assert f"{numbers['throughput']['trajectories_per_hour']:.0f} an hour" in told
+    assert (numbers["step_time"]["trainer_idle"], "trainer idle    25 %" in told) == (0.25, True)
+    assert f"{numbers['reward']:.3f}, mean of the last steps" in told
+    assert view.line().endswith("step 12/100 · 2 engines ready · checkpoint 0 · 2 faults")
 
 
 @pytest.mark.parametrize("width", [30, 60, 200])
