@@ -119,9 +119,14 @@ def recorded(run: RunDir) -> ImageRecord | None:
         raise RecordError(f"{path}: not readable: {error}; is it edited?") from error
 
 
+def roles_of(config: RunConfig) -> str:
+    """Return the module whose functions the roles play."""
+    return config.cluster.environment.get("AGENTRL_ROLES", ROLES)
+
+
 def imports_of(config: RunConfig) -> str:
     """Return the statement that imports what this run's roles import."""
-    roles = config.cluster.environment.get("AGENTRL_ROLES", ROLES)
+    roles = roles_of(config)
     names = ("launch.role", roles, *(IMPORTED if roles == ROLES else ()))
     return f"import {', '.join(names)}"
 

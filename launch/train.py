@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentrl import config as schema
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, TaskError
 from launch import cluster_run, image_run, submission, watch
 from launch.command import add_config, guard, parse, parser, say
 from launch.plan import check_caps
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if given.dry_run:
         return cluster_run.show(config)
     check_model(config)
+    check_tasks(config)
     check_caps(config)
     line = command_line("train", argv)
     image = image_run.checked(config, RunDir(config.run_dir))
@@ -69,13 +70,25 @@ def is_model(folder: Path) -> bool:
 
 
 def check_model(config: RunConfig) -> None:
-    """Raise ConfigError, with the command that mends it, if there is no model or no task."""
+    """Raise ConfigError, with the command that mends it, if there is no model."""
     folder = Path(config.model.path)
     if not is_model(folder):
         raise ConfigError(
             f"model.path={folder}: no model with config.json and tokenizer.json there; "
             "`agentrl prepare CONFIG` makes one if model.init=qwen3, else give its folder"
         )
+
+
+def check_tasks(config: RunConfig) -> None:
+    """Read the tasks before any role does. Raises TaskError where there are none to train on.
+
+    A site's own roles (AGENTRL_ROLES) know what they need.
+    """
+    from agentrl.tasks.load import load_split
+
+    own = image_run.roles_of(config) == image_run.ROLES
+    if own and not load_split(config.tasks, "train"):
+        raise TaskError(f"tasks.folder={config.tasks.folder}: its split `train` is empty")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -15,11 +14,11 @@ from agentrl.config import RunConfig
 from agentrl.engine import quarantine
 from agentrl.engine.devices import EngineShare
 from agentrl.engine.supervisor import EngineSupervisor
-from agentrl.errors import LaunchError, TooManyInfraFailures
+from agentrl.errors import LaunchError
 from agentrl.events import Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
-from agentrl.rollout.worker import DONE, STOPPED, TOO_MANY_INFRA, failure_file, run_worker
+from agentrl.rollout.worker import DONE, HOPELESS, STOPPED, failure_of, run_worker
 from agentrl.weights import push
 from agentrl.weights.quiet import is_quiet
 
@@ -41,8 +40,8 @@ async def run_node(
     """Serve the run until the trainer is done (0) or `stop` asks (75).
 
     shares: each engine's GPUs and ports; none: they are numbered through from 0.
-    Raises TooManyInfraFailures with the table of causes, LaunchError when engines or workers keep
-    failing, WaitTimeout when no trainer shows up.
+    Raises TooManyInfraFailures with the table of causes, what its workers raise that never mends,
+    LaunchError when engines or workers keep failing, WaitTimeout when no trainer shows up.
     """
     run_dir = run_dir or config.run_dir
     attempt_dir = run_dir / "attempts" / f"{attempt:04d}"
@@ -181,9 +180,8 @@ async def _keep(
         code = await _run_process(run_dir, (node, worker, attempt), stop, config.grace_s)
         if code in (DONE, STOPPED):
             return code
-        if code == TOO_MANY_INFRA:
-            record = json.loads(failure_file(attempt_dir, node, worker).read_bytes())
-            raise TooManyInfraFailures(record["message"])
+        if code == HOPELESS:
+            raise failure_of(attempt_dir, node, worker)
         log.warning("worker %d of node %d ended with %d, crash %d", worker, node, code, crash + 1)
         if stop():
             return STOPPED

@@ -7,6 +7,7 @@ it ends by itself once PARENT, a process id, is no longer its parent.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -18,7 +19,15 @@ from pathlib import Path
 
 from agentrl import config as configs
 from agentrl.config import RunConfig
-from agentrl.errors import TooManyInfraFailures, WaitTimeout
+from agentrl.errors import (
+    AgentRLError,
+    ConfigError,
+    SandboxUnavailable,
+    TaskError,
+    TemplateError,
+    TooManyInfraFailures,
+    WaitTimeout,
+)
 from agentrl.events import EventWriter, Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.handoff.spool import list_spool
@@ -32,7 +41,9 @@ from agentrl.tasks.load import load_split
 from agentrl.tasks.task import Task
 
 log = logging.getLogger(__name__)
-DONE, STOPPED, TOO_MANY_INFRA = 0, 75, 76
+DONE, STOPPED, HOPELESS = 0, 75, 76
+NEVER_MENDS = (ConfigError, TaskError, TemplateError, SandboxUnavailable, TooManyInfraFailures)
+"""What a worker that started again would raise again; `classify` of slurm knows them, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,8 +173,15 @@ async def run_worker(
 
 
 def failure_file(attempt_dir: Path, node: int, worker: int) -> Path:
-    """Where a worker process leaves the table of causes that ended it."""
+    """Where a worker process that ends with HOPELESS leaves why."""
     return attempt_dir / f"worker-{node}-{worker}.json"
+
+
+def failure_of(attempt_dir: Path, node: int, worker: int) -> AgentRLError:
+    """Return what a worker process raised before it ended with HOPELESS."""
+    record = json.loads(failure_file(attempt_dir, node, worker).read_bytes())
+    kinds = {kind.__name__: kind for kind in NEVER_MENDS}
+    return kinds[record["error"]](record["message"])
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -191,9 +209,11 @@ def main(arguments: Sequence[str]) -> int:
                 events=events,
             )
         )
-    except TooManyInfraFailures as error:
-        publish_json(failure_file(attempt_dir, node, worker), {"message": str(error)})
-        return TOO_MANY_INFRA
+    except NEVER_MENDS as error:
+        kind = next(kind for kind in NEVER_MENDS if isinstance(error, kind))
+        record = {"error": kind.__name__, "message": str(error)}
+        publish_json(failure_file(attempt_dir, node, worker), record)
+        return HOPELESS
     finally:
         events.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable
@@ -40,13 +41,19 @@ SQUEUE = (
 
 @pytest.fixture
 def config(odd_path: Path) -> Path:
-    """A config on the cluster `lab` with a model that is there."""
+    """A config on the cluster `lab` with a model and a task that are there."""
     model = odd_path / "model"
     model.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
+    names = ("instance_id", "repo", "patch", "image_name", "problem_statement")
+    task = dict.fromkeys(names, "images/x") | {"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+    (odd_path / "train.jsonl").write_text(json.dumps(task))
     path = odd_path / "run.yaml"
-    path.write_text(f'cluster: lab\nname: r\nruns_dir: "{odd_path}"\nmodel: {{path: "{model}"}}\n')
+    path.write_text(
+        f'cluster: lab\nname: r\nruns_dir: "{odd_path}"\nmodel: {{path: "{model}"}}\n'
+        f'tasks: {{folder: "{odd_path}"}}\n'
+    )
     return path
 
 

@@ -62,6 +62,24 @@ def test_every_command_is_a_module_that_runs_by_itself(name: str) -> None:
     assert Path(str(module.__file__)).read_text().endswith("\n    sys.exit(guard(main))\n")
 
 
+@pytest.mark.parametrize(("rows", "said"), [(None, "no such file"), ("", "`train` is empty")])
+def test_a_run_without_tasks_is_refused_before_any_role_starts(
+    tmp_path: Path, rows: str | None, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    if rows is not None:
+        (tmp_path / "train.jsonl").write_text(rows)
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        f"name: r\nruns_dir: {tmp_path}/runs\nmodel: {{path: {tmp_path}}}\n"
+        f"tasks: {{folder: {tmp_path}}}\n"
+    )
+    assert agentrl("train", str(path)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_unknown_command_names_its_neighbours(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["trian"]) == 2
     assert "did you mean train" in capsys.readouterr().err

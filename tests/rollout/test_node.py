@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from agentrl.config import RunConfig, save
-from agentrl.errors import TooManyInfraFailures
+from agentrl.errors import TaskError, TooManyInfraFailures
 from agentrl.events import EventWriter, TrajectoryEvent, read_folder
 from agentrl.handoff.spool import list_spool, read_group
 from agentrl.rollout.node import run_node
@@ -137,6 +137,19 @@ def test_a_nodes_workers_hand_up_the_table_of_causes(data, tmp_path):
     with pytest.raises(TooManyInfraFailures, match="sandbox_start"):
         asyncio.run(run())
     assert workers() == []
+
+
+def test_a_nodes_workers_that_have_no_tasks_say_so_and_are_not_started_again(data, tmp_path):
+    config = settings(data, tmp_path)
+    config.tasks.folder = str(tmp_path / "none")
+
+    async def run():
+        running = begin(config)
+        publish(config, 0)
+        await running
+
+    with pytest.raises(TaskError, match=r"none/train.jsonl: no such file"):
+        asyncio.run(run())
 
 
 def test_a_worker_whose_node_process_died_while_it_started_ends(data, tmp_path):
