@@ -47,7 +47,7 @@ def config(odd_path: Path) -> Path:
     for name in ("config.json", "tokenizer.json"):
         (model / name).write_text("{}")
     names = ("instance_id", "repo", "patch", "image_name", "problem_statement")
-    task = dict.fromkeys(names, "images/x") | {"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+    task = dict.fromkeys(names, "x") | {"FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
     (odd_path / "train.jsonl").write_text(json.dumps(task))
     path = odd_path / "run.yaml"
     path.write_text(
