@@ -261,10 +261,13 @@ def test_reinforcement_learning_takes_steps_with_it(
 
 
 def mixture_of(dense: Path, folder: Path) -> Path:
-    """Make a mixture of experts that says what `dense` says: its experts are all that one's."""
+    """Make a mixture of experts that says what `dense` says: its experts are all that one's.
+
+    Its head is a tensor of its own: SGLang's Qwen3-MoE reads none out of tied embeddings.
+    """
     shutil.copytree(dense, folder)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
-    config = json.loads((dense / "config.json").read_text())
+    config = json.loads((dense / "config.json").read_text()) | {"tie_word_embeddings": False}
     mixture = Qwen3MoeConfig(
         **{name: value for name, value in config.items() if name not in ("model_type", "dtype")},
         moe_intermediate_size=config["intermediate_size"], dtype="float32", **experts,
@@ -277,6 +280,8 @@ def mixture_of(dense: Path, folder: Path) -> Path:
     (folder / "config.json").write_text(json.dumps(written))
     tensors = {}
     for name, tensor in read_tensors(dense):
+        if name == "model.embed_tokens.weight":
+            tensors["lm_head.weight"] = tensor.clone()
         before, mlp, part = name.partition(".mlp.")
         for expert in range(4) if mlp else ():
             tensors[f"{before}.mlp.experts.{expert}.{part}"] = tensor.clone()
