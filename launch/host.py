@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from agentrl.handoff.publish import publish_json
 from launch import cluster_run, network, submission
 from launch.attempt import ENDING, Attempt
 from launch.command import guard, parser
+from launch.fence import successor
 from launch.jobs import living, states_of
 from launch.run_dir import RunDir, launcher_of, settle_lost
 from slurm import exit_record, ledger, sbatch
@@ -134,16 +136,18 @@ def begin(run: RunDir, submitted: int, began: str, job: Job) -> int:
 
 def reason_to_end(run: RunDir, history: list[LedgerLine], earlier: list[int]) -> str:
     """Return why no attempt should begin, or nothing. `earlier`: attempts of this submission."""
-    config = run.config()
-    if earlier and run.checkpoint_step() >= config.training.steps:
-        return f"{run.name} is done at step {run.checkpoint_step()}"
     if listed(run.stop_file):
         return f"{run.name} was asked to stop"
+    if not earlier:
+        return ""
+    config = run.config()
+    if run.checkpoint_step() >= config.training.steps:
+        return f"{run.name} is done at step {run.checkpoint_step()}"
     last = history[-1] if history else None
     if last and last.attempt in earlier and last.action in ("done", "stop"):
         return f"{run.name} has ended: {last.ended}"
     most = config.max_attempts_without_progress
-    if earlier and (count := attempts_without_progress(history)) >= most:
+    if (count := attempts_without_progress(history)) >= most:
         return (
             f"{run.name} stops: {count} launch attempts in a row made no new checkpoint "
             f"(max_attempts_without_progress={most}), the last one: {last.ended if last else ''}"
@@ -162,6 +166,9 @@ def decided(attempt: Attempt, ended: ExitRecord, *, asked: str) -> str:
     to standard error, and with it what the role's log says of the network against the plan.
     """
     network.compare(attempt.run, attempt.number, ended.role, ended.node)
+    if later := successor(attempt.run, attempt.number):
+        sys.stderr.write(f"gone: attempt {later} has begun; Slurm had given this job up\n")
+        return "gone"
     verdict = attempt.verdict(ended, who_asked(attempt.run, asked))
     if verdict.action in ENDING:
         if asked == "term":
@@ -232,12 +239,20 @@ def words_of(verdict: Verdict, ended: ExitRecord) -> str:
 
 def _ended(attempt: Attempt, role: str, node: int, code: int) -> ExitRecord:
     """Return the record of the role that ended, made up from srun's code where it left none."""
-    # who was killed cannot write; who ended of its own will has written, but on another node
-    deadline = time.monotonic() + (RECORD_WAIT_S if code < 128 and role != NETWORK else 0)
+    deadline = time.monotonic() + record_wait_s(role, code)
     while exit_record.read(attempt.folder, role, node) is None and time.monotonic() < deadline:
         time.sleep(0.1)
     found = attempt.recorded(role, node, code)
     return _network_refused(attempt, found) if role == NETWORK else found
+
+
+def record_wait_s(role: str, code: int) -> float:
+    """Return how long to look for the record of a step that ended with srun's `code`.
+
+    Who was killed by SIGKILL cannot write. Who ended of its own will has written, on another node;
+    so has who was told to by TERM, of which srun makes 143 whatever the role returned.
+    """
+    return 0.0 if role == NETWORK or code == 128 + signal.SIGKILL else RECORD_WAIT_S
 
 
 def _network_refused(attempt: Attempt, found: ExitRecord) -> ExitRecord:

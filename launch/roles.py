@@ -19,11 +19,16 @@ from agentrl.engine.devices import EngineShare
 from agentrl.errors import Interrupted
 from agentrl.events import EventWriter
 from launch import network
+from launch.fence import Fence
 from launch.run_dir import RunDir
 from launch.shares import ephemeral_ports, shares_of, vendor_of
 from launch.signals import StopFlag
 from slurm import exit_record
 
+ALIKE = {"NCCL_CUMEM_ENABLE": "0"}
+"""What NCCL and RCCL must find alike in all roles, or a push of weights hangs. SGLang sets 0 where it
+finds nothing; so do slime, miles and verl. `cluster.environment`, or the shell, may say otherwise
+for all."""
 Body = Callable[[RunConfig, StopFlag, EventWriter], int]
 log = logging.getLogger(__name__)
 
@@ -71,6 +76,8 @@ def shares_here(config: RunConfig, attempt_dir: Path) -> tuple[EngineShare, ...]
 
 def play(role: str, body: Body, *, run_dir: str, attempt: int, node: int = 0) -> int:
     """Run `body` as a role: its log, events, stop flag and exit record."""
+    for name, value in ALIKE.items():  # before anything asks for a device
+        os.environ.setdefault(name, value)
     started = time.time()
     run = RunDir(Path(run_dir))
     folder = run.attempt(attempt)
@@ -87,7 +94,8 @@ def play(role: str, body: Body, *, run_dir: str, attempt: int, node: int = 0) ->
     network.tell(events, folder, os.environ.get("SLURMD_NODENAME", ""))
     stop = StopFlag(run.stop_file, events).install()
     try:
-        code = body(run.config(), stop, events)
+        with Fence(run, attempt):
+            code = body(run.config(), stop, events)
     except Interrupted:
         code = exit_record.SAVED
     except Exception as error:

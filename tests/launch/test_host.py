@@ -130,6 +130,30 @@ def test_a_job_of_which_slurm_says_nothing_is_left_to_slurm_and_has_its_line(
     assert [line.action for line in ledger.read(run.path)] == ["gone"]
 
 
+@pytest.mark.parametrize(
+    ("role", "code", "waits"),
+    [
+        ("trainer", 75, True),
+        ("trainer", 143, True),  # srun's word of a role that saved on TERM
+        ("inference", 1, True),
+        ("trainer", 137, False),
+        ("network", 1, False),
+    ],
+)
+def test_a_record_that_can_come_late_is_waited_for(role: str, code: int, waits: bool) -> None:
+    assert (host.record_wait_s(role, code) > 0) == waits
+
+
+def test_a_job_that_slurm_had_given_up_decides_nothing_once_the_run_has_gone_on(
+    run: RunDir,
+) -> None:
+    begin(run, 1, "started", job())
+    begin(run, 1, "started", job(restart=1))
+    lines = ledger.read(run.path)
+    assert decided(Attempt.of(run, 1), end("trainer", 137, "killed"), asked="") == "gone"
+    assert ledger.read(run.path) == lines
+
+
 def test_a_refused_network_is_told_with_its_evidence(run: RunDir) -> None:
     begin(run, 1, "started", job())
     (run.attempt(1) / "logs" / "network.err").write_text("trn0: network refused: no eth7\n")

@@ -45,6 +45,9 @@ case "$*" in
 esac
 """
 SCONTROL = '[ "$1" = show ] && echo "$3"; [ "$1" = requeue ] && kill -TERM $PPID; exit 0'
+IS_AWAY_AT_FIRST = """\
+[ "$1" = requeue ] && [ ! -e "$RUN/was-asked" ] && touch "$RUN/was-asked" && exit 1
+"""
 SAVES = """\
 touch up
 until [ -e told ]; do sleep 0.05; done
@@ -60,14 +63,14 @@ exit 0
 
 
 @pytest.fixture
-def start(odd_path: Path, fake_program: Callable[..., Path]) -> Callable[[str], Script]:
+def start(odd_path: Path, fake_program: Callable[..., Path]) -> Callable[..., Script]:
     """Start the script of a run whose trainer is a piece of shell, run in the run's folder."""
     config = RunConfig(name="r", runs_dir=str(odd_path), cluster=ClusterConfig(name="lab"))
     run = create(config, ["test"])
 
-    def begin(trainer: str) -> Script:
+    def begin(trainer: str, controller: str = "") -> Script:
         fake_program("srun", SRUN.format(trainer=trainer))
-        steered = fake_program("scontrol", SCONTROL)
+        steered = fake_program("scontrol", controller + SCONTROL)
         fake_program("scancel", 'touch "$RUN/told"')
         fake_program("squeue", "echo '7|7|RUNNING|trn0|all|1:00|None'")
         text = run.path / "script.sbatch"
@@ -79,7 +82,7 @@ def start(odd_path: Path, fake_program: Callable[..., Path]) -> Callable[[str], 
 
 
 def test_a_run_that_is_done_ends_its_job_and_requeues_nothing(
-    start: Callable[[str], Script],
+    start: Callable[..., Script],
 ) -> None:
     script = start(IS_DONE)
     assert script.process.wait(LIMIT_S) == 0
@@ -88,7 +91,7 @@ def test_a_run_that_is_done_ends_its_job_and_requeues_nothing(
 
 
 def test_ahead_of_the_limit_the_roles_are_told_and_the_job_is_requeued_once(
-    start: Callable[[str], Script],
+    start: Callable[..., Script],
 ) -> None:
     script = start(SAVES)
     wait_for((script.run.path / "up").exists, LIMIT_S, "the trainer")
@@ -98,8 +101,18 @@ def test_ahead_of_the_limit_the_roles_are_told_and_the_job_is_requeued_once(
     assert script.steered.read_text().count("requeue\n7\n") == 1
 
 
+def test_a_controller_that_is_away_when_a_job_asks_for_its_requeue_is_asked_again(
+    start: Callable[..., Script],
+) -> None:
+    script = start(SAVES, IS_AWAY_AT_FIRST)
+    wait_for((script.run.path / "up").exists, LIMIT_S, "the trainer")
+    script.process.send_signal(signal.SIGUSR2)
+    assert script.process.wait(LIMIT_S) == -signal.SIGTERM
+    assert script.steered.read_text().count("requeue\n7\n") == 2
+
+
 def test_a_verdict_that_cannot_be_had_fails_the_job_and_requeues_nothing(
-    start: Callable[[str], Script],
+    start: Callable[..., Script],
 ) -> None:
     script = start("rm config.yaml; exit 3")
     assert script.process.wait(LIMIT_S) == 1
