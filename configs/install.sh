@@ -83,6 +83,19 @@ provide_for_tests() {
     fi
 }
 
+# Without Apptainer its tests are skipped, so nothing of this is demanded.
+provide_apptainer() {
+    ! command -v apptainer >/dev/null 2>&1 || return 0
+    if ! is_root_on_debian; then
+        say "some tests will be skipped. They need Apptainer, which root installs on Debian:" \
+            "sh configs/install_apptainer.sh"
+        return 0
+    fi
+    say "installing Apptainer, for tests"
+    sh "$ROOT/configs/install_apptainer.sh" >"$LOG" 2>&1 ||
+        say "without it: its tests will be skipped. $(cat "$LOG")"
+}
+
 check_python() {
     found=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') ||
         fail "$PYTHON does not run; give another: make PYTHON=/path/to/python3.11"
@@ -110,7 +123,10 @@ install_project() {
 }
 
 provide_packages
-[ "$EXTRAS" != dev ] || provide_for_tests
+if [ "$EXTRAS" = dev ]; then
+    provide_for_tests
+    provide_apptainer
+fi
 check_python
 make_venv
 install_project

@@ -58,8 +58,8 @@ class Apptainer:
         if found is None:
             raise SandboxUnavailable(
                 "sandbox.kind=apptainer: no apptainer on PATH; load the site's module, or install "
-                "Apptainer 1.1 or newer (EPEL and conda-forge have it; on Debian 12 take the "
-                "package of a newer release)"
+                "Apptainer 1.1 or newer (EPEL and conda-forge have it; root on Debian: "
+                "`sh configs/install_apptainer.sh`)"
             )
         self.config = config
         self.program = found

@@ -18,6 +18,9 @@ from agentrl.sandbox import lease
 from agentrl.sandbox.watch import end_commands
 
 PARTS = ("frames", "bounded", "confine", "executor")
+LAST_WORDS_S = 1.0
+"""After a process's end, until who may still speak for it inside hears the end of its stdin: a
+request on its way then would fail, and hide why the process ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +52,11 @@ def compile_executor(python: str) -> bytes:
 
 
 class Child:
-    """Implements resident.Host over a process that this one started."""
+    """Implements resident.Host over a process that this one started.
+
+    Its death ends the conversation, whoever inside has outlived it: Apptainer's process, as an
+    ordinary user, is only the parent of the one that holds the sandbox.
+    """
 
     def __init__(self, spawn: Spawn) -> None:
         """Start the process (no waiting). Raises SandboxStartError.
@@ -59,6 +66,7 @@ class Child:
         self.name = spawn.argv[0]
         self._is_monitored = spawn.is_monitored
         self._is_open = False
+        self._over = asyncio.Event()
         self._near, far = socket.socketpair()
         try:
             self._process = subprocess.Popen(
@@ -69,6 +77,7 @@ class Child:
                 env=spawn.env,
                 start_new_session=True,
             )
+            self._descriptor = self._follow()
         except OSError as error:
             self._near.close()
             raise SandboxStartError(f"{spawn.argv[0]} did not start: {error}") from error
@@ -97,27 +106,37 @@ class Child:
         """Wait for the end without a thread, reap it, and say whether it came by itself."""
         if not self._is_open:
             self._near.close()
-        if await ended(self._process, timeout_s):
+        if await self._ended(timeout_s):
             return True
         for kill in (self.kill, self._process.terminate, self._process.kill):
             kill()
-            if await ended(self._process, timeout_s):
+            if await self._ended(timeout_s):
                 break
         return False
 
-
-async def ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for a process's end without a thread, reap it, and say whether it came."""
-    if process.poll() is not None:
-        return True
-    loop = asyncio.get_running_loop()
-    descriptor = os.pidfd_open(process.pid)
-    try:
-        over = asyncio.Event()
-        loop.add_reader(descriptor, over.set)
+    async def _ended(self, timeout_s: float) -> bool:
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(over.wait(), timeout_s)
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
-    return process.poll() is not None
+            await asyncio.wait_for(self._over.wait(), timeout_s)
+        return self._process.poll() is not None
+
+    def _follow(self) -> int:
+        """Have `_on_end` called at the process's end; return the descriptor that tells of it."""
+        try:
+            descriptor = os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left
+            self._process.kill()
+            self._process.wait()
+            raise
+        asyncio.get_running_loop().add_reader(descriptor, self._on_end)
+        return descriptor
+
+    def _on_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self._over.set()
+        loop.call_later(LAST_WORDS_S, self._hang_up)
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed, as it is after most ends
+            self._near.shutdown(socket.SHUT_WR)

@@ -11,7 +11,7 @@ from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxUnavailable
 
 FILES_PER_SANDBOX = 2
-"""One socket held, and one pidfd or other file while it starts, is leased or closes."""
+"""A socket and a pidfd; what is open for a moment at a start or an end is in the reserve."""
 RESERVED_FILES = 256
 """For the process that owns them: engine connections, event files, libraries."""
 PROCESSES_PER_SANDBOX = 2

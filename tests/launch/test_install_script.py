@@ -94,6 +94,7 @@ def test_what_only_tests_need_is_named_and_not_demanded(machine: Path) -> None:
     assert (plain.returncode, dev.returncode) == (0, 0)
     assert "some tests will be skipped. They need:" in dev.stdout
     assert " slurm-client" in dev.stdout
+    assert "sh configs/install_apptainer.sh" in dev.stdout
     assert "skipped" not in plain.stdout
 
 
@@ -105,8 +106,10 @@ def test_root_on_debian_installs_what_the_tests_need(machine: Path) -> None:
     program(machine, "id", "echo 0")
     program(machine, "python3", 'case "$*" in *print*) echo 3.12;; esac')
     program(machine, "apt-get", f'echo "$@" >>"{machine}/asked"')
+    program(machine, "dpkg", "echo riscv64")
     program(venv, "python", "exit 0")
     program(venv, "agentrl", "exit 0")
     done = install(machine, "python3", venv.parent, "dev")
     assert done.returncode == 0, done.stderr
     assert "slurm-client" in (machine / "asked").read_text()
+    assert "without it: its tests will be skipped. install_apptainer: only for amd64, not riscv64" in done.stdout

@@ -23,7 +23,7 @@ from agentrl.sandbox.loopback import Service, serve
 from agentrl.sandbox.provider import open_provider
 
 NO_APPTAINER = (
-    "apptainer is not on PATH: `apt-get install apptainer` (Debian 13, or Ubuntu's PPA), "
+    "apptainer is not on PATH: `sh configs/install_apptainer.sh` as root on Debian, "
     "`dnf install apptainer` (EPEL) or `conda install -c conda-forge apptainer`"
 )
 NO_E2B = "the E2B SDK is not installed: `pip install 'e2b>=2.6,<3'`"
@@ -89,12 +89,28 @@ class Box:
         return not machines and not any(self.leases.glob("*"))
 
 
+def sleepers(seconds: str) -> list[psutil.Process]:
+    """Return the living processes of this host that sleep for so long, in sandboxes too."""
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if process.info["cmdline"] == ["sleep", seconds] and is_alive(process)
+    ]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
 async def until(happens: Callable[[], object], *, in_thread: bool = False) -> None:
     """Wait for it, two minutes at most. in_thread: it takes so long that others should go on."""
-    for _ in range(12_000):
+    for _ in range(60_000):
         if await asyncio.to_thread(happens) if in_thread else happens():
             return
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)
     raise TimeoutError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from boxes import Box, needs_apptainer
+from boxes import NO_APPTAINER, Box, needs_apptainer
 from users import NOBODY, as_nobody
 
 from agentrl.config import SandboxConfig
@@ -64,10 +64,10 @@ def test_a_mount_may_have_any_name() -> None:
 
 
 @pytest.fixture
-def apptainer(image: Path, leases: Path, root_folder: Path) -> Box:
+def apptainer(image: Path, leases: Path, request: pytest.FixtureRequest) -> Box:
     if shutil.which("apptainer") is None:
-        pytest.skip("apptainer is not on PATH")
-    return Box("apptainer", image, leases, str(root_folder))
+        pytest.skip(NO_APPTAINER)
+    return Box("apptainer", image, leases, str(request.getfixturevalue("apptainer_root")))
 
 
 def test_an_environment_that_is_not_on_this_node_is_a_start_error(apptainer: Any) -> None:
@@ -144,6 +144,7 @@ import asyncio, os, signal, sys
 from pathlib import Path
 import psutil
 from agentrl.config import SandboxConfig
+from agentrl.errors import SandboxLost
 from agentrl.sandbox import lease
 from agentrl.sandbox.provider import open_provider
 
@@ -169,6 +170,10 @@ async def main(environment, image, scratch):
     sandbox = await provider.start(Path(image), owner="0/0/1")
     await sandbox.exec("sleep 1000 &", timeout_s=30)
     os.kill(sandbox.pid, signal.SIGKILL)
+    try:
+        await sandbox.exec("sleep 1000", timeout_s=600)
+    except SandboxLost:
+        print("lost")
     await sandbox.close()
     print("killed", fuse(), list(leases.iterdir()), os.listdir(scratch))
     await provider.close()
@@ -185,10 +190,10 @@ asyncio.run(main(*sys.argv[1:]))
     reason="/dev/fuse is not open to ordinary users: `chmod 666 /dev/fuse`",
 )
 def test_an_ordinary_user_has_a_sif_and_leaves_no_fuse_process(
-    image: Path, root_folder: Path, open_folder: Path
+    image: Path, apptainer_root: Path, open_folder: Path
 ) -> None:
     sif = open_folder / "environment.sqfs"
-    command = ["mksquashfs", str(root_folder), str(sif), "-quiet", "-no-progress", "-all-root"]
+    command = ["mksquashfs", str(apptainer_root), str(sif), "-quiet", "-no-progress", "-all-root"]
     subprocess.run(command, check=True, capture_output=True)
     shutil.copytree(image, open_folder / "image", symlinks=True)
     (open_folder / "scratch").mkdir()
@@ -199,6 +204,7 @@ def test_an_ordinary_user_has_a_sif_and_leaves_no_fuse_process(
     assert done.stdout.splitlines() == [
         "copy ['one', '0', 'CapEff:', '0000000000000000'] fuse",
         "closed 0 []",
+        "lost",
         "killed 0 [] ['leases']",
     ], done.stdout + done.stderr
     assert psutil.Process().children() == []

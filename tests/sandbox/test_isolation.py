@@ -128,7 +128,7 @@ def test_two_sandboxes_do_not_see_each_other(sealed: Any) -> None:
             provider.start(sealed.image, owner="0/0/0"), provider.start(sealed.image, owner="0/1/0")
         )
         await one.exec(
-            "echo mine | tee /tmp/x ~/x /testbed/x /dev/shm/x; sleep 95432 &", timeout_s=5
+            "echo mine | tee /tmp/x ~/x /testbed/x /dev/shm/x; sleep 95432 &", timeout_s=30
         )
         return await two.exec(
             "ls /tmp/x ~/x /testbed/x /dev/shm/x; pgrep -fc 95[4]32", timeout_s=30
