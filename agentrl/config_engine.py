@@ -94,6 +94,11 @@ class EngineConfig:
     """How running requests wait while weights change: `abort`, `in_place` or `retract`."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
 
+    @property
+    def is_on_gpus(self) -> bool:
+        """Engines hold memory of GPUs, and may replay graphs."""
+        return self.kind == "sglang" and self.sglang.device != "cpu"
+
 
 def check_engine(config: EngineConfig) -> None:
     """Refuse what cannot work with any engine."""

@@ -26,9 +26,9 @@ from launch.signals import StopFlag
 from slurm import exit_record
 
 ALIKE = {"NCCL_CUMEM_ENABLE": "0"}
-"""What NCCL and RCCL must find alike in all roles, or a push of weights hangs. SGLang sets 0 where it
-finds nothing; so do slime, miles and verl. `cluster.environment`, or the shell, may say otherwise
-for all."""
+"""What NCCL and RCCL must find alike in all roles, or a push of weights hangs. SGLang sets 0 where
+it finds nothing; so do slime, miles and verl. `cluster.environment`, or the shell, may say
+otherwise for all."""
 Body = Callable[[RunConfig, StopFlag, EventWriter], int]
 log = logging.getLogger(__name__)
 

@@ -260,7 +260,7 @@ class EngineKeeper:
 
     async def _wait_for_memory(self) -> None:
         config = self.node.config
-        if config.kind != "sglang" or config.sglang.device == "cpu":
+        if not config.is_on_gpus:
             return
         first = self.index * config.gpus_per_engine
         gpus = self.share.gpus or tuple(

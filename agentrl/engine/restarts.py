@@ -95,7 +95,9 @@ class FaultHistory:
         return until - at if until > at else None
 
     def _judge_graphs(self, engine: int, at: float) -> None:
-        """Without graphs decoding is about half as fast, so it takes several faults, and ends."""
+        """Without graphs decoding is several times slower, so it takes several faults, and ends."""
+        if not self.config.is_on_gpus:
+            return  # it has none, and would be started anew for their return
         mine = [cause for _, whose, cause in self._faults if whose == engine]
         counted = sum(cause not in NOT_GRAPHS for cause in mine)
         if counted >= self.config.graph_faults and self.has_graphs(engine, at):

@@ -2,7 +2,7 @@
 
 Joined as SGLang's engines join theirs (init_custom_process_group), so that a trainer of ours meets
 them: one store, the group's name as prefix, no default group. Both ends must set NCCL_CUMEM_ENABLE
-alike; SGLang sets 0.
+alike; SGLang sets 0, and so do our roles.
 """
 
 from __future__ import annotations

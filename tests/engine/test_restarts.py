@@ -7,9 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.config import EngineConfig
+from agentrl.config_engine import SglangConfig
 from agentrl.engine.restarts import MAX_BACKOFF_S, Fault, FaultHistory
 
-CONFIG = EngineConfig(count=4, max_restarts=3, graph_faults=3, suspect_faults=3)
+CONFIG = EngineConfig(
+    kind="sglang", count=4, max_restarts=3, graph_faults=3, suspect_faults=3, graphs_off_s=1800
+)
+WITHOUT_GRAPHS = {
+    "embedded": EngineConfig(graph_faults=1),
+    "sglang on a CPU": EngineConfig(
+        kind="sglang", graph_faults=1, sglang=SglangConfig(device="cpu")
+    ),
+}
 
 
 def fault(cause: str) -> Fault:
@@ -19,7 +28,7 @@ def fault(cause: str) -> Fault:
 def test_restarts_back_off_and_end_when_the_budget_is_spent() -> None:
     history = FaultHistory(config=CONFIG)
     verdicts = [history.note(0, fault("exit"), at) for at in (0, 10, 20, 30)]
-    assert [one.delay_s for one in verdicts[:3]] == [0.25, 0.5, 1.0]
+    assert [one.delay_s for one in verdicts[:3]] == [1.0, 2.0, 4.0]
     assert "engine.max_restarts=3" in verdicts[3].gives_up
     assert not history.note(1, fault("exit"), 31).gives_up, "each engine has its own budget"
 
@@ -43,6 +52,13 @@ def test_graphs_go_off_for_the_engine_that_keeps_faulting_and_come_back() -> Non
     assert history.graphs_return_in(0, 1500) == pytest.approx(1700)
     assert history.has_graphs(0, 1400 + CONFIG.graphs_off_s)
     assert history.graphs_return_in(0, 1400 + CONFIG.graphs_off_s) is None
+
+
+@pytest.mark.parametrize("kind", WITHOUT_GRAPHS)
+def test_an_engine_that_has_no_graphs_is_not_started_anew_for_their_return(kind: str) -> None:
+    history = FaultHistory(config=WITHOUT_GRAPHS[kind])
+    assert all(history.note(0, fault("hang"), at * 300.0).graphs for at in range(3))
+    assert history.graphs_return_in(0, 601) is None
 
 
 @pytest.mark.parametrize("cause", ["out_of_memory", "port", "version", "start"])
