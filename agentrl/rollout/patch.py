@@ -11,24 +11,37 @@ from agentrl.tasks.task import Task
 
 MAX_BYTES = 256 * 1024
 TIMEOUT_S = 10.0
+UNDECODED = "\ufffd"
+"""What stands in a command's output for bytes that are not UTF-8."""
+AS_BINARY = """\
+d=$(mktemp -d) && git init -q --bare "$d" && mkdir -p "$d/info" && cp .git/index "$d" || exit
+cp .git/info/exclude "$d/info" 2>/dev/null; echo '* -diff' > "$d/info/attributes"
+export GIT_DIR="$d" GIT_WORK_TREE="$PWD" GIT_ALTERNATE_OBJECT_DIRECTORIES="$PWD/.git/objects"
+"""
+"""By attributes above the repository's own each file is a binary one, in a git of its own: grading
+goes by the agent's after this."""
 
 
 async def take_patch(task: Task, sandbox: Sandbox, image: Path) -> str:
     """Return `git diff` against the commit that the image came with, new files included.
 
-    Test files are left out. Empty when it is over 256 KiB (a cut patch applies nowhere), or git
-    fails in the sandbox, which the agent may have brought about. Raises SandboxLost.
+    It applies as it is: what is not UTF-8 comes in git's binary form. Test files are left out.
+    Empty when it is over 256 KiB (a cut patch applies nowhere), or git fails in the sandbox, which
+    the agent may have brought about. Raises SandboxLost.
     """
-    found = await sandbox.exec(
-        _command(task, _base_commit(image / "testbed" / ".git")),
-        timeout_s=TIMEOUT_S,
-        max_bytes=MAX_BYTES,
-    )
-    return "" if found.exit_code or found.truncated else found.output
+    base = _base_commit(image / "testbed" / ".git")
+    for before, quotes in (("", "off"), (AS_BINARY, "on")):
+        command = before + _command(task, base, quotes)
+        found = await sandbox.exec(command, timeout_s=TIMEOUT_S, max_bytes=MAX_BYTES)
+        if found.exit_code or found.truncated:
+            return ""
+        if UNDECODED not in found.output:
+            return found.output
+    return ""
 
 
-def _command(task: Task, base: str) -> str:
-    git = "git -c safe.directory='*' -c core.quotepath=off -c core.hooksPath=/dev/null"
+def _command(task: Task, base: str, quotes: str) -> str:
+    git = f"git -c safe.directory='*' -c core.hooksPath=/dev/null -c core.quotepath={quotes}"
     left_out = " ".join(shlex.quote(f":(exclude){path}") for path in task.test_files)
     return (
         f"{git} add -A -N . 2>/dev/null; "
