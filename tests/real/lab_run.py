@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -14,6 +16,7 @@ from agentrl import events
 from agentrl.audit import audit
 from launch.run_dir import RunDir
 from slurm import ledger, states
+from slurm.files import publish
 from slurm.lab import Lab
 from slurm.lab_process import wait_for
 from slurm.ledger import LedgerLine
@@ -65,7 +68,7 @@ class LabRun:
             "cluster.environment.AGENTRL_ROLES=light_roles",
             f"cluster.environment.PYTHONPATH={HERE}",
             "training.checkpoint_every=2",
-            "grace_s=15",
+            "grace_s=30",
             *overrides,
         ]
         return self.agentrl("train", self.config, *given, check=check)
@@ -123,9 +126,17 @@ class LabRun:
 
     def fault(self, task: str, text: str) -> None:
         """Have a light role fail: `3 4` exits 3 at step 4, `kill 0 always` dies at every start."""
-        path = self.run.path / "FAULTS" / task
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        publish(self.run.path / "FAULTS" / task, text.encode())
+
+    def hold(self, step: int) -> None:
+        """Have the light trainer of the first attempt wait there, told to save or let go.
+
+        What is to meet the run then meets it, however late it comes on a busy machine.
+        """
+        publish(self.run.path / "HOLD", str(step).encode())
+
+    def let_go(self) -> None:
+        (self.run.path / "HOLD").unlink()
 
     def pids(self, role: str, node: int = 0) -> list[int]:
         """Return the pids, as this machine sees them, of a role's keeper and of the role."""
@@ -134,8 +145,14 @@ class LabRun:
             pid
             for pid, line in command_lines().items()
             if "launch.role" in line and line[line.index("launch.role") + 1 :][:2] == tail
-            if line[-1] == str(node)
+            if line[-1] == str(node) and Path(line[0]).name.startswith("python")  # no srun, no bash
         ]
+
+    def kill(self, pids: Sequence[int]) -> None:
+        """SIGKILL a role and its keeper."""
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):  # the first one's end takes others along
+                os.kill(pid, signal.SIGKILL)
 
     # waiting
 
@@ -150,6 +167,15 @@ class LabRun:
 
     def until_checkpoint(self, step: int, limit_s: float = PATIENCE_S) -> None:
         self.until(lambda: self.run.checkpoint_step() >= step, f"checkpoint {step}", limit_s)
+
+    def until_up(self, role: str, node: int = 0, *, lives: int = 1) -> list[int]:
+        """Wait until a role of the first attempt has begun, for the last of `lives`; its `pids`."""
+        log = self.run.attempt(1) / "logs" / f"{role}-{node}.err"
+        first = f"{role} on node {node}, attempt 1 of run"
+        self.until(
+            lambda: log.is_file() and log.read_text().count(first) >= lives, f"{role}-{node} is up"
+        )
+        return self.pids(role, node)
 
     def finish(self, limit_s: float = PATIENCE_S) -> LedgerLine:
         """Wait until no job of the run lives; return the last line of the ledger.

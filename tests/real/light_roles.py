@@ -1,7 +1,8 @@
 """Roles that take no time: the launching, the signals and the requeues around them are real.
 
 Their run directory says how they fail: a file FAULTS/ROLE-NODE holds an exit code, or `kill`; the
-role meets it at step AT (the file's second word) and, unless a third word says `always`, once.
+role meets it at step AT (the file's second word) and, unless a third word says `always`, once. In
+the first launch attempt the trainer waits at the step that a file HOLD names until that is gone.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def trainer_role(run_dir: str, attempt: int) -> int:
         (run.path / f"done-{attempt}").unlink(missing_ok=True)
         for step in range(run.checkpoint_step() + 1, config.training.steps + 1):
             fail(run.path, "trainer-0", step)
-            if pause(stop, STEP_S):
+            while not pause(stop, STEP_S) and attempt == 1 and is_held(run.path, step):
+                continue
+            if stop():
                 save(run, step - 1)
                 return 75
             events.write(a_step(step))
@@ -66,6 +69,11 @@ def pause(stop: StopFlag, seconds: float) -> bool:
     while time.monotonic() < end and not stop():
         time.sleep(0.02)
     return stop()
+
+
+def is_held(run: Path, step: int) -> bool:
+    path = run / "HOLD"
+    return path.is_file() and step >= int(path.read_text())
 
 
 def save(run: RunDir, step: int) -> None:

@@ -80,6 +80,6 @@ def test_a_pin_that_is_good_is_taken(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_a_node_that_never_comes_is_named_at_the_limit(lab: Lab, tmp_path: Path) -> None:
-    done = prove(lab, tmp_path, "--limit", "15", "--nodes", "trn0,inf0,inf1,inf2,inf9")
+    done = prove(lab, tmp_path, "--limit", "30", "--nodes", "trn0,inf0,inf1,inf2,inf9")
     assert done.returncode == 1
     assert "missing: inf9; there: trn0, inf0, inf1, inf2" in done.stderr
