@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, TooManyInfraFailures
@@ -17,16 +18,22 @@ def checkpoint(config: RunConfig, step: int) -> None:
     (config.run_dir / "checkpoints" / f"step-{step:06d}").mkdir(parents=True, exist_ok=True)
 
 
-def wait_for(stop: StopFlag, limit_s: float = 60.0) -> None:
+def wait_for(claim: Callable[[], object], limit_s: float = 240.0) -> None:
     deadline = time.monotonic() + limit_s
-    while not stop():
+    while not claim():
         if time.monotonic() > deadline:
             raise TimeoutError("nobody asked to stop")
         time.sleep(0.02)
 
 
+def until_inference_listens(config: RunConfig, attempt: int) -> None:
+    """A trainer that ended sooner would have it killed while it starts."""
+    wait_for((config.run_dir / f"inference-listens-{attempt}").is_file)
+
+
 def finishes(run_dir: str, attempt: int) -> int:
     def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        until_inference_listens(config, attempt)
         checkpoint(config, 5)
         events.write(
             Step(
@@ -61,6 +68,7 @@ def is_killed_once(run_dir: str, attempt: int) -> int:
         if not (config.run_dir / "checkpoints").is_dir():
             checkpoint(config, 2)
             os.kill(os.getpid(), signal.SIGKILL)
+        until_inference_listens(config, attempt)
         return 0
 
     return play("trainer", body, run_dir=run_dir, attempt=attempt)
@@ -101,6 +109,7 @@ def hangs(run_dir: str, attempt: int) -> int:
 
 def serves(run_dir: str, attempt: int, node: int) -> int:
     def body(config: RunConfig, stop: StopFlag, events: EventWriter) -> int:
+        (config.run_dir / f"inference-listens-{attempt}").touch()
         wait_for(stop)
         return 0
 

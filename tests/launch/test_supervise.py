@@ -34,7 +34,7 @@ def until(claim: Callable[[], object], what: str, deadline_s: float = 120.0) -> 
 
 @pytest.fixture
 def run(odd_path: Path) -> RunDir:
-    return create(RunConfig(name="r", runs_dir=str(odd_path), grace_s=10), ["test"])
+    return create(RunConfig(name="r", runs_dir=str(odd_path), grace_s=30), ["test"])
 
 
 @pytest.fixture

@@ -48,8 +48,10 @@ def until_term(folder: str) -> str:
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda number, frame: came.append(number))
     (Path(folder) / "ready").write_text("")
-    deadline = time.monotonic() + 30
-    while not came and time.monotonic() < deadline:
+    deadline = time.monotonic() + 240
+    while not came:
+        if time.monotonic() > deadline:
+            raise TimeoutError("no signal came")
         signal.sigtimedwait([], 0.05)
     return signal.Signals(came[0]).name
 

@@ -33,6 +33,11 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def until_gone(pids: list[int]) -> None:
+    """A process that was killed is there until the kernel has taken it down."""
+    until(lambda: not any(is_alive(pid) for pid in pids), f"the end of {pids}")
+
+
 def pids_in(folder: Path) -> list[int]:
     until((folder / "pids").is_file, "the role wrote its pids")
     return [int(pid) for pid in (folder / "pids").read_text().split()]
@@ -87,7 +92,7 @@ def test_cancel_ends_a_role_and_what_it_put_in_other_sessions(tmp_path: Path) ->
     pids = pids_in(tmp_path)
     job.cancel()
     assert job.state == "CANCELLED"
-    assert not any(is_alive(pid) for pid in pids)
+    until_gone(pids)
 
 
 def test_a_role_that_dies_takes_its_children_along(tmp_path: Path) -> None:
@@ -95,7 +100,7 @@ def test_a_role_that_dies_takes_its_children_along(tmp_path: Path) -> None:
     pids = pids_in(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
     job.wait(120)
-    assert not any(is_alive(pid) for pid in pids)
+    until_gone(pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
@@ -130,7 +135,7 @@ def test_nothing_runs_on_once_the_launcher_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", code], env=env) as launcher:
         pids = pids_in(tmp_path)
         launcher.kill()
-    until(lambda: not any(is_alive(pid) for pid in pids), "the roles' end")
+    until_gone(pids)
     assert not list(tmp_path.glob("*_result.json"))
 
 

@@ -194,7 +194,7 @@ def test_pins_that_are_duplicated_or_nowhere_are_refused(net: Net, folder: Path)
 
 @pytest.mark.slow
 def test_a_missing_node_is_named_at_the_limit(net: Net, folder: Path) -> None:
-    processes = [net.start(node, folder, "--limit", "12") for node in ("n0", "n2")]
+    processes = [net.start(node, folder, "--limit", "30") for node in ("n0", "n2")]
     said = [one.communicate(timeout=240)[1] for one in processes]
     assert "missing: n1; there: n0, n2" in said[0] + said[1]
     assert [one.returncode for one in processes] == [1, 1]
