@@ -297,7 +297,6 @@ def main() -> int:
     arguments.add_argument("--limit-s", type=float, default=LIMIT_S, help="longest wait for a step")
     arguments.add_argument("--out", type=Path, default=RESULT)
     given = arguments.parse_args()
-    result = machine("recovery")
     rows: list[Row] = []
     with ExitStack() as stack:
         made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="recovery")))
@@ -305,6 +304,7 @@ def main() -> int:
         lab = Lab(made / "lab")
         lab.up()
         stack.callback(lab.down)
+        result = machine("recovery", lab)
         for found in measure(lab, config, given.faults, given.limit_s):
             if isinstance(found, Row):
                 rows.append(found)
@@ -325,11 +325,10 @@ def kept(given: argparse.Namespace, rows: Sequence[Row]) -> list[dict[str, objec
     return [by_fault[fault] for fault in FAULTS if fault in by_fault]
 
 
-def machine(benchmark: str) -> dict[str, object]:
+def machine(benchmark: str, lab: Lab) -> dict[str, object]:
     """Return what the figures depend on."""
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     commit = subprocess.run(git, check=False, capture_output=True, text=True).stdout.strip()
-    said = subprocess.run(["sbatch", "--version"], check=False, capture_output=True, text=True)
     return {
         "benchmark": benchmark,
         "command": f"python -m benchmarks.{benchmark} {' '.join(sys.argv[1:])}".strip(),
@@ -339,7 +338,7 @@ def machine(benchmark: str) -> dict[str, object]:
         "load_before": round(os.getloadavg()[0], 2),
         "versions": {
             "python": platform.python_version(),
-            "slurm": said.stdout.strip(),
+            "slurm": lab.run(["sbatch", "--version"]).stdout.strip(),
             "commit": commit,
         },
     }
