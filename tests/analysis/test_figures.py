@@ -13,30 +13,18 @@ from made_run import BEGIN, Made, make_run, write_summary
 
 from agentrl import events
 from analysis import (
-    cap_replay,
     faults,
-    gpu_hours,
-    long_tail,
     sandbox_time,
-    sft_loss,
-    solve_groups,
     solve_rate,
     step_time,
     throughput,
-    trace,
     training_curves,
     trajectory_time,
-    what_now,
 )
+from analysis.report import ALL_FIGURES, FIGURES
 from analysis.run_files import load_run
 
-FIGURES = [
-    module.FIGURE
-    for module in (
-        cap_replay, faults, gpu_hours, long_tail, sandbox_time, sft_loss, solve_groups, solve_rate,
-        step_time, throughput, trace, training_curves, trajectory_time, what_now,
-    )
-]  # fmt: skip
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def write(folder: Path, *found: events.Event, role: str = "trainer") -> Path:
@@ -79,6 +67,12 @@ def test_every_figure_writes_png_svg_and_csv_and_says_what_it_shows(figure, made
     assert "<svg" in written.svg
     assert "<svg" in written.narrow_svg
     assert "nan" not in written.finding
+
+
+@pytest.mark.parametrize("figure", ALL_FIGURES, ids=lambda figure: figure.name)
+def test_every_figure_has_its_picture_in_the_docs(figure) -> None:
+    assert f"](analysis/{figure.name}.png)" in (DOCS / "analysis.md").read_text()
+    assert (DOCS / "analysis" / f"{figure.name}.png").stat().st_size > 5000
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
