@@ -71,9 +71,9 @@ class Life:
 class Many:
     """`count` slots over one provider; the first life of each waits until all are alive."""
 
-    def __init__(self, provider: SandboxProvider, config: SandboxConfig, image: Path, count: int):
+    def __init__(self, provider: SandboxProvider, admission: Admission, image: Path, count: int):
         self.provider = provider
-        self.admission = Admission.of(config)
+        self.admission = admission
         self.image = image
         self.all_alive = asyncio.Barrier(count)
 
@@ -108,10 +108,11 @@ class Many:
 async def lives(config: SandboxConfig, image: Path, leases: Path, count: int) -> dict[str, Any]:
     """Live with `count` at once; return what it took and what it left."""
     before = set(psutil.pids())
+    admission = Admission.of(config)
     provider = open_provider(
-        config, run="benchmark", leases=leases, concurrency=count, is_admitted=True
+        config, run="benchmark", leases=leases, concurrency=count, admission=admission
     )
-    many = Many(provider, config, image, count)
+    many = Many(provider, admission, image, count)
     rounds = -(-LEAST_LIVES // count)
     begin = time.perf_counter()
     async with asyncio.TaskGroup() as group:

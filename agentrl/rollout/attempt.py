@@ -73,6 +73,8 @@ class Workshop:
     """Makes the image folder on first use; called in a thread."""
     events: Writer
     infra: InfraWindow
+    starts: Admission
+    """Admits to the provider, which has it too; waiting here is the `queued` phase."""
     agent: Agent = run_agent
     grader: Grader = grade
     temperature: float | None = None
@@ -80,11 +82,6 @@ class Workshop:
     takes_patches: bool = True
     """Whether a trajectory records the agent's changes as a patch."""
     images: dict[str, asyncio.Future[Path]] = field(default_factory=dict)
-    starts: Admission = field(init=False)
-    """Admits to the provider, which need not do so again; waiting here is the `queued` phase."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "starts", Admission.of(self.config.sandbox))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

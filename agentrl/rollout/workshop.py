@@ -13,6 +13,7 @@ from agentrl.engine.client import EngineClient
 from agentrl.events import Writer
 from agentrl.rollout.attempt import Workshop
 from agentrl.rollout.infra import InfraWindow
+from agentrl.sandbox.admission import Admission
 from agentrl.sandbox.provider import open_provider
 from agentrl.tasks.load import image_folder
 
@@ -36,12 +37,13 @@ async def open_workshop(
     """
     tokens = ChatTokens.load(tokenizer or Path(config.model.path), mode=config.agent.mode)
     prompts = Prompts.load(Path(config.agent.prompts))
+    starts = Admission.of(config.sandbox)
     provider = open_provider(
         config.sandbox,
         run=config.name,
         leases=leases,
         concurrency=config.rollout.concurrency,
-        is_admitted=True,  # by the workshop's own admission, which times the queue
+        admission=starts,
     )
     try:
         async with EngineClient(urls, config.engine, events, weights=weights) as engine:
@@ -57,6 +59,7 @@ async def open_workshop(
                 infra=InfraWindow(
                     window=config.rollout.infra_window, max_rate=config.rollout.max_infra_rate
                 ),
+                starts=starts,
                 temperature=temperature,
                 takes_patches=config.rollout.take_patches,
             )

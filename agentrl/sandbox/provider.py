@@ -7,6 +7,7 @@ import functools
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -80,12 +81,17 @@ class Prepares(Protocol):
 
 
 def open_provider(
-    config: SandboxConfig, *, run: str, leases: Path, concurrency: int, is_admitted: bool = False
+    config: SandboxConfig,
+    *,
+    run: str,
+    leases: Path,
+    concurrency: int,
+    admission: Admission | None = None,
 ) -> SandboxProvider:
     """Check this machine and return its provider for `concurrency` sandboxes at once.
 
-    What dead owners left, of the run or in the scratch folder, is removed first. is_admitted: the
-    caller has an Admission of its own, so starts here are not held back again.
+    What dead owners left, of the run or in the scratch folder, is removed first. admission: the
+    caller's, who takes a turn of it for each start: only what it did not ask for waits here.
 
     Raises SandboxUnavailable (no bwrap, no namespaces, a cap too small) or ConfigError.
     """
@@ -102,11 +108,17 @@ def open_provider(
     concurrency += config.warm
     secure(Limits.derive(concurrency, config.kind))
     leases.mkdir(parents=True, exist_ok=True)
-    admission = Admission(slots=max(concurrency, 1)) if is_admitted else None
     backend = kinds[config.kind](config)  # before a sweep imports E2B's SDK, with a narrow pool
     for line in (*lease.sweep(leases), *lease.sweep_scratch(scratch_folder(config))):
         log.info("swept a sandbox of a dead owner: %s", line)
-    return Provider(backend, config, run=run, leases=leases, admission=admission)
+    return Provider(
+        backend,
+        config,
+        run=run,
+        leases=leases,
+        admission=admission or Admission.of(config),
+        is_admitted=admission is not None,
+    )
 
 
 class Provider:
@@ -119,16 +131,17 @@ class Provider:
         *,
         run: str,
         leases: Path,
-        admission: Admission | None = None,
+        admission: Admission,
+        is_admitted: bool = False,
     ) -> None:
-        """admission: of those who start; None: the one by which this starts more unasked."""
+        """is_admitted: who calls `start` has a turn of `admission` already."""
         self.name = backend.name
         self._backend = backend
         self._config = config
         self._run = run
         self._leases = leases
-        self._unasked = Admission.of(config)
-        self._admission = admission or self._unasked
+        self._admission = admission
+        self._is_admitted = is_admitted
         self._warm: WarmPool[Started] = WarmPool(config.warm, self._start_unasked)
         self._open: dict[Started, lease.Lease] = {}
         self._is_closed = False
@@ -139,7 +152,7 @@ class Provider:
 
         One that is ready already is given at once.
         """
-        return await self._get(image, owner, self._admission)
+        return await self._get(image, owner, has_turn=self._is_admitted)
 
     async def close(self) -> None:
         """Close every sandbox started here."""
@@ -150,15 +163,15 @@ class Provider:
             self._watch.cancel()
 
     async def _again(self, image: Path, owner: str) -> Sandbox:
-        return await self._get(image, f"{owner} (tests)", self._unasked)
+        return await self._get(image, f"{owner} (tests)", has_turn=False)
 
     async def _start_unasked(self, image: Path) -> Started:
-        return await self._admitted(image, "ready", self._unasked)
+        return await self._admitted(image, "ready", has_turn=False)
 
-    async def _get(self, image: Path, owner: str, admission: Admission) -> Started:
+    async def _get(self, image: Path, owner: str, *, has_turn: bool) -> Started:
         ready = await self._warm.take(image)
         if ready is None:
-            return await self._admitted(image, owner, admission)
+            return await self._admitted(image, owner, has_turn=has_turn)
         claim = self._open[ready] = replace(self._open[ready], owner=owner)
         self._prime(ready, image, owner)
         try:
@@ -168,11 +181,11 @@ class Provider:
             raise
         return ready
 
-    async def _admitted(self, image: Path, owner: str, admission: Admission) -> Started:
+    async def _admitted(self, image: Path, owner: str, *, has_turn: bool) -> Started:
         limit = self._config.start_timeout_s
         if isinstance(self._backend, Prepares):
             await self._backend.prepare(image)
-        async with admission.turn():
+        async with nullcontext() if has_turn else self._admission.turn():
             if self._is_closed:
                 raise SandboxStartError(f"sandbox for {owner}: the provider is closed")
             begin = time.monotonic()

@@ -45,9 +45,16 @@ class Demand(Generic[S]):
 class WarmPool(Generic[S]):
     """At most `most` ready sandboxes over all images; `start` starts one."""
 
-    def __init__(self, most: int, start: Callable[[Path], Awaitable[S]]) -> None:
+    def __init__(
+        self,
+        most: int,
+        start: Callable[[Path], Awaitable[S]],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._most = most
         self._start = start
+        self._clock = clock
         self._images: dict[Path, Demand[S]] = {}
         self._start_s = 0.0
         """How long starts take, the newer the weightier."""
@@ -64,7 +71,7 @@ class WarmPool(Generic[S]):
         if not self._most or self._is_closed:
             return None
         demand = self._images.setdefault(image, Demand())
-        demand.asked.append(time.monotonic())
+        demand.asked.append(self._clock())
         found = None
         while demand.ready and found is None:
             found = await self._proved(demand.ready.pop(0))
@@ -93,7 +100,7 @@ class WarmPool(Generic[S]):
         """Close what nobody asks for any more, then begin what is wanted and has room."""
         if self._is_closed:
             return
-        now = time.monotonic()
+        now = self._clock()
         for image, demand in list(self._images.items()):
             target = demand.target(now, self._start_s)
             while len(demand.ready) > target:

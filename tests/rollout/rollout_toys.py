@@ -15,6 +15,7 @@ from agentrl.errors import SandboxLost, SandboxStartError
 from agentrl.events import NoEvents
 from agentrl.rollout.attempt import Workshop
 from agentrl.rollout.infra import InfraWindow
+from agentrl.sandbox.admission import Admission
 from agentrl.sandbox.base import ExecResult
 from agentrl.tasks.task import Task, Verdict
 
@@ -153,6 +154,7 @@ def shop(config=None, **parts):
         "infra": InfraWindow(
             window=config.rollout.infra_window, max_rate=config.rollout.max_infra_rate
         ),
+        "starts": Admission.of(config.sandbox),
         "agent": ToyAgent(),
         "grader": solves_even,
     }

@@ -78,6 +78,22 @@ def test_starts_are_admitted_a_few_at_a_time(box: Any) -> None:
     box.set(max_starts=2).provider(body)
 
 
+def test_another_sandbox_for_tests_waits_for_the_same_admission(image: Path, leases: Path) -> None:
+    async def main() -> None:
+        config, admission = SandboxConfig(kind="process"), Admission(slots=1)
+        provider = open_provider(config, run="r", leases=leases, concurrency=4, admission=admission)
+        first: Any = await provider.start(image, owner="0/0/0")
+        async with admission.turn():
+            another = asyncio.ensure_future(first.again())
+            await provider.start(image, owner="0/0/1")  # by the turn that is held
+            assert not any("(tests)" in path.read_text() for path in leases.iterdir())
+        await another
+        assert any("(tests)" in path.read_text() for path in leases.iterdir())
+        await provider.close()
+
+    asyncio.run(main())
+
+
 def test_a_host_without_a_system_python_lends_its_own(image: Path, leases: Path) -> None:
     if shutil.which("bwrap") is None:
         pytest.skip("bwrap is missing")

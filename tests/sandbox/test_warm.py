@@ -15,7 +15,8 @@ from boxes import Box, until
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.sandbox.warm import WINDOW_S, Demand
+from agentrl.sandbox import lease
+from agentrl.sandbox.warm import WINDOW_S, Demand, WarmPool
 
 
 def demand(asked: int, now: float) -> Demand[Any]:
@@ -33,61 +34,87 @@ def test_an_image_that_nobody_asks_for_any_more_wants_none() -> None:
 
 
 @pytest.fixture
-def pool(image: Path, leases: Path) -> Box:
-    return Box("process", image, leases).set(warm=2)
+def box(image: Path, leases: Path) -> Box:
+    return Box("process", image, leases)
+
+
+class Pool:
+    """A warm pool of two over a provider, with a clock of its own, that knows what it started."""
+
+    def __init__(self, box: Box, provider: Any) -> None:
+        self.box, self.provider = box, provider
+        self.started: list[Any] = []
+        self.now = 1000.0
+        self.warm: WarmPool[Any] = WarmPool(2, self.start, clock=lambda: self.now)
+
+    async def start(self, image: Path) -> Any:
+        sandbox = await self.provider.start(image, owner="ready")
+        self.started.append(sandbox)  # the pool has it before anything else can run
+        return sandbox
+
+    async def fill(self) -> Any:
+        """Ask once, say that a start takes a second, and return what is ready from then on."""
+        assert await self.warm.take(self.box.image) is None
+        self.warm.started(1.0)
+        await until(lambda: self.started)
+        return self.started[0]
+
+
+def test_the_next_who_asks_gets_what_was_ready(box: Any) -> None:
+    async def body(provider: Any) -> None:
+        pool = Pool(box, provider)
+        waiting = await pool.fill()
+        assert await pool.warm.take(box.image) is waiting
+        await pool.warm.close()
+
+    box.provider(body)
+
+
+def test_one_that_was_lost_while_it_waited_is_given_to_nobody(box: Any) -> None:
+    async def body(provider: Any) -> None:
+        pool = Pool(box, provider)
+        os.kill((await pool.fill()).pid, signal.SIGKILL)
+        assert await pool.warm.take(box.image) is None
+        await pool.warm.close()
+
+    box.provider(body)
+
+
+def test_those_of_an_image_that_nobody_asks_for_any_more_make_room(box: Any) -> None:
+    async def body(provider: Any) -> None:
+        pool = Pool(box, provider)
+        await pool.fill()
+        pool.now += 2 * WINDOW_S
+        pool.warm.started(1.0)
+        await until(lambda: owners(box) == [])
+
+    box.provider(body)
 
 
 def owners(box: Box) -> list[str]:
-    return sorted(json.loads(path.read_text())["owner"] for path in box.leases.glob("*.json"))
+    claims = [lease.read(path) for path in box.leases.glob("*.json")]
+    return sorted(claim.owner for claim in claims if claim)
 
 
-async def ready(box: Box, provider: Any) -> Any:
-    """Ask for one, and return it once another is ready behind it."""
-    first = await provider.start(box.image, owner="0/0/0")
-    await until(lambda: owners(box) == ["0/0/0", "ready"])
-    await until(lambda: provider._warm._images[box.image].ready)
-    return first
-
-
-def test_the_next_who_asks_gets_one_that_was_ready_under_its_own_name(pool: Any) -> None:
+def test_a_sandbox_that_was_ready_is_leased_to_the_one_who_gets_it(box: Any) -> None:
     async def body(provider: Any) -> None:
-        await ready(pool, provider)
-        (waiting,) = provider._warm._images[pool.image].ready
-        assert await provider.start(pool.image, owner="0/1/0") is waiting
-        assert {"0/0/0", "0/1/0"} <= set(owners(pool))
-        assert (await waiting.exec("cat a.txt", timeout_s=30)).output == "one\n"
-
-    pool.provider(body)
-    assert list(pool.leases.iterdir()) == []
-
-
-def test_one_that_was_lost_while_it_waited_is_given_to_nobody(pool: Any) -> None:
-    async def body(provider: Any) -> None:
-        await ready(pool, provider)
-        (waiting,) = provider._warm._images[pool.image].ready
-        os.kill(waiting.pid, signal.SIGKILL)
-        given = await provider.start(pool.image, owner="0/1/0")
-        assert given is not waiting
+        await provider.start(box.image, owner="0/0/0")
+        await until(lambda: owners(box) == ["0/0/0", "ready"])  # and it has the only slot
+        (other := box.leases.parent / "other" / "testbed").mkdir(parents=True)
+        await provider.start(other.parent, owner="0/1/0")  # so by now it is ready
+        (waiting,) = [path for path in box.leases.glob("*.json") if "ready" in path.read_text()]
+        given = await provider.start(box.image, owner="0/2/0")
+        assert json.loads(waiting.read_text())["owner"] == "0/2/0"
         assert (await given.exec("cat a.txt", timeout_s=30)).output == "one\n"
 
-    pool.provider(body)
+    box.set(warm=1, max_starts=1).provider(body)
+    assert list(box.leases.iterdir()) == []
 
 
-def test_those_of_an_image_that_is_over_make_room(pool: Any) -> None:
+def test_without_a_bound_above_none_nothing_starts_unasked(box: Any) -> None:
     async def body(provider: Any) -> None:
-        await ready(pool, provider)
-        provider._warm._images[pool.image].asked.clear()
-        provider._warm._settle()
-        await until(lambda: owners(pool) == ["0/0/0"])
-        assert owners(pool) == ["0/0/0"]
-
-    pool.provider(body)
-
-
-def test_without_a_bound_above_none_nothing_starts_unasked(pool: Any) -> None:
-    async def body(provider: Any) -> None:
-        await provider.start(pool.image, owner="0/0/0")
+        await provider.start(box.image, owner="0/0/0")
         await asyncio.sleep(0)
-        assert owners(pool) == ["0/0/0"]
+        assert owners(box) == ["0/0/0"]
 
-    pool.set(warm=0).provider(body)
+    box.set(warm=0).provider(body)
