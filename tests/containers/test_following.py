@@ -42,7 +42,10 @@ def sleeper(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def gone(one: psutil.Process) -> bool:
-    return not one.is_running() or one.status() == psutil.STATUS_ZOMBIE
+    try:
+        return one.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_both_streams_are_heard_and_the_code_comes_back() -> None:

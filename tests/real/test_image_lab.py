@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -69,8 +70,11 @@ def images_of(pids: list[int]) -> set[str]:
 
 def in_python(run: LabRun, role: str, node: int = 0) -> list[int]:
     """Return the pids of a role that are its Python, not the shells and programs around it."""
-    pids = run.pids(role, node)
-    return [pid for pid in pids if "python" in os.readlink(f"/proc/{pid}/exe")]
+    found = []
+    for pid in run.pids(role, node):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += [pid] if "python" in os.readlink(f"/proc/{pid}/exe") else []
+    return found
 
 
 def test_every_role_runs_in_the_image_on_3_and_1_nodes(run: LabRun, image: Path) -> None:

@@ -90,9 +90,10 @@ async def until(condition, running):
 
 
 def workers():
-    children = psutil.Process().children(recursive=True)
-    alive = [one for one in children if one.status() != psutil.STATUS_ZOMBIE]
-    return [one for one in alive if "agentrl.rollout.worker" in one.cmdline()]
+    """Return our node's worker processes; what ends meanwhile is in none of psutil's snapshots."""
+    own = ["-m", "agentrl.rollout.worker", str(os.getpid())]
+    shown = ((one.pid, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
+    return [pid for pid, words in shown if [*words[1:3], *words[-1:]] == own]
 
 
 def test_a_node_serves_versions_and_restarts_a_killed_worker(data, tmp_path):
@@ -103,8 +104,9 @@ def test_a_node_serves_versions_and_restarts_a_killed_worker(data, tmp_path):
         running = begin(config)
         publish(config, 0)
         await until(lambda: len(list_spool(spool)) == 6, running)
-        os.kill(workers()[0].pid, signal.SIGKILL)
-        await until(lambda: len(workers()) == 2, running)
+        killed = workers()[0]
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: len(set(workers()) - {killed}) == 2, running)
         announced = publish(config, 1)
         await until(lambda: len(list_spool(spool)) == 9, running)
         reannounce(config.run_dir / "weights", announced, done=True)
