@@ -107,6 +107,8 @@ def rewrite(text: str, moved: dict[str, str]) -> str:
 
 
 async def _reward(task: Task, sandbox: Sandbox, places: _Places, done: ExecResult) -> float:
+    if done.timed_out:  # what it wrote before is no verdict, and a hang is the policy's doing
+        return 0.0
     for name, read in (("reward.json", _of_json), ("reward.txt", float)):
         try:
             text = (await sandbox.get(f"{places.logs}/{name}")).decode(errors="replace")
@@ -123,7 +125,7 @@ async def _reward(task: Task, sandbox: Sandbox, places: _Places, done: ExecResul
         if not math.isfinite(reward):
             raise GradingError(f"task {task.instance_id}: its {name} holds {reward}")
         return reward
-    if done.timed_out or done.oom or done.exit_code > _BY_SIGNAL:
+    if done.oom or done.exit_code > _BY_SIGNAL:
         return 0.0
     raise GradingError(
         f"task {task.instance_id}: its test.sh wrote no reward (exit {done.exit_code}): "

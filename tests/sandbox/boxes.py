@@ -72,7 +72,7 @@ class Box:
 
         return self.provider(main)
 
-    def sh(self, command: str, *, timeout_s: float = 20.0, **options: Any) -> Any:
+    def sh(self, command: str, *, timeout_s: float = 60.0, **options: Any) -> Any:
         """Run one command in a sandbox of its own."""
         return self.run(lambda sandbox: sandbox.exec(command, timeout_s=timeout_s, **options))
 

@@ -65,7 +65,7 @@ def claim_of(box: Box) -> lease.Lease:
 def test_bytes_over_the_limit_end_what_runs_and_are_said(docker: Any) -> None:
     async def body(provider: Any) -> Any:
         sandbox = await provider.start(docker.image, owner="0/0/0")
-        measure, held = provider._backend.measure, {sandbox: claim_of(docker)}
+        measure, held = Docker(docker.config).measure, {sandbox: claim_of(docker)}
         watching = asyncio.create_task(watch(held, measure, limit_mb=5, interval_s=0.1))
         done = await sandbox.exec("head -c 9000000 /dev/zero > /root/big; sleep 60", timeout_s=60)
         watching.cancel()

@@ -147,7 +147,7 @@ def test_a_heartbeat_renews_the_lease_and_a_close_ends_it(e2b: Any) -> None:
         await sandbox.close()
         assert e2b.service.machines == {}
 
-    e2b.set(lease_s=6.0).run(body)
+    e2b.set(lease_s=12.0).run(body)
 
 
 def test_a_sweep_ends_what_a_dead_owner_left_at_the_service(e2b: Any) -> None:

@@ -70,7 +70,7 @@ def judged(box: Any) -> Any:
     def verdict(*commands: str, task: Task = TASK) -> Verdict:
         async def body(sandbox: Sandbox) -> Verdict:
             for command in commands:
-                await sandbox.exec(command, timeout_s=20)
+                await sandbox.exec(command, timeout_s=60)
             return await grade(task, sandbox, image=box.image, timeout_s=60)
 
         found: Verdict = box.run(body)

@@ -103,7 +103,7 @@ kernel ends when the container's memory is used up (the watch over it comes befo
 
 def test_commands_cannot_undo_the_sandbox(sealed: Any) -> None:
     async def body(sandbox: Sandbox) -> list[str]:
-        done = {attempt: await sandbox.exec(attempt, timeout_s=20) for attempt in ATTEMPTS}
+        done = {attempt: await sandbox.exec(attempt, timeout_s=60) for attempt in ATTEMPTS}
         return [attempt for attempt, result in done.items() if result.exit_code == 0]
 
     assert sealed.run(body) == BORNE.get(sealed.kind, [])

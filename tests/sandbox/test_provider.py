@@ -72,7 +72,7 @@ def test_starts_are_admitted_a_few_at_a_time(box: Any) -> None:
     async def body(provider: Any) -> None:
         starts = [provider.start(box.image, owner=f"0/{n}/0") for n in range(6)]
         sandboxes = await asyncio.gather(*starts)
-        done = await asyncio.gather(*(one.exec("echo $$", timeout_s=20) for one in sandboxes))
+        done = await asyncio.gather(*(one.exec("echo $$", timeout_s=60) for one in sandboxes))
         assert all(result.exit_code == 0 for result in done)
 
     box.set(max_starts=2).provider(body)
@@ -104,7 +104,7 @@ def test_a_host_without_a_system_python_lends_its_own(image: Path, leases: Path)
         admission = Admission.of(config)
         provider = Provider(backend, config, run="r", leases=leases, admission=admission)
         sandbox = await provider.start(image, owner="0/0/0")
-        done = await sandbox.exec("python -c 'import sys, json; print(sys.version)'", timeout_s=20)
+        done = await sandbox.exec("python -c 'import sys, json; print(sys.version)'", timeout_s=60)
         await provider.close()
         return done.output
 

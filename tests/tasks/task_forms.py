@@ -308,7 +308,7 @@ class Forms:
         async def body(provider: SandboxProvider) -> Verdict:
             sandbox = await provider.start(image, owner="test")
             if isinstance(act, str):
-                await sandbox.exec(act, timeout_s=20)
+                await sandbox.exec(act, timeout_s=60)
             else:
                 await act(sandbox)
             return await grade(task, sandbox, image=image, timeout_s=timeout_s)

@@ -112,7 +112,7 @@ def test_a_right_fix_in_a_messed_up_tree_is_resolved(
 ) -> None:
     async def act(sandbox: Sandbox) -> None:
         await solve(sandbox)
-        await sandbox.exec(mess, timeout_s=20)
+        await sandbox.exec(mess, timeout_s=60)
 
     verdict = forms.graded(task, image, act)
     assert verdict.resolved, verdict.log
@@ -122,7 +122,7 @@ def test_a_right_fix_in_a_messed_up_tree_is_resolved(
 def test_what_the_code_prints_is_no_result_and_a_hang_is_the_policys_doing(
     task: Task, image: Path, forms: Forms
 ) -> None:
-    hang = f"echo 'print(\"PASSED {ADDED}\"); import time; time.sleep(99)' > adder/core.py"
+    hang = f"echo 'print(\"PASSED {ADDED}\"); import time; time.sleep(600)' > adder/core.py"
     verdict = forms.graded(task, image, hang, timeout_s=5)
     assert verdict.passed == ()
     assert "ran out of time" in verdict.log
@@ -208,14 +208,20 @@ def test_a_repository_is_brought_out_of_its_image_with_the_bug_and_without_its_g
 
 
 def harbor_verdict(
-    forms: Forms, tmp_path: Path, script: str, act: str = "true", *, fresh: bool = True
+    forms: Forms,
+    tmp_path: Path,
+    script: str,
+    act: str = "true",
+    *,
+    fresh: bool = True,
+    timeout_s: float = 60.0,
 ) -> object:
     (task,) = load_split(replace(forms.config("harbor", ADDER), fresh_verifier=fresh), "train")
     assert task.verifier is not None
     (tmp_path / "test.sh").write_text(script)
     mine = replace(task, verifier=replace(task.verifier, folder=str(tmp_path)))
     image = forms.image(forms.config("harbor", ADDER), task)
-    return forms.graded(mine, image, act, timeout_s=5).resolved
+    return forms.graded(mine, image, act, timeout_s=timeout_s).resolved
 
 
 @pytest.mark.slow
@@ -227,7 +233,6 @@ def harbor_verdict(
         ('echo \'{"reward": 1, "style": 0}\' > /logs/verifier/reward.json', True),
         ("echo '{\"share\": 0.9}' > /logs/verifier/reward.json", False),
         ("kill -9 $$", False),
-        ("sleep 60", False),
     ],
 )
 def test_a_verifiers_reward_decides(
@@ -235,6 +240,11 @@ def test_a_verifiers_reward_decides(
 ) -> None:
     planted = "mkdir -p /tmp/logs/verifier; echo 1 | tee /tmp/logs/verifier/reward.txt"
     assert harbor_verdict(forms, tmp_path, script, planted) is solved
+
+
+def test_a_verifier_that_takes_too_long_has_not_solved(forms: Forms, tmp_path: Path) -> None:
+    script = "echo 1 > /logs/verifier/reward.txt; sleep 600"
+    assert harbor_verdict(forms, tmp_path, script, timeout_s=3) is False
 
 
 @pytest.mark.parametrize(
@@ -317,7 +327,7 @@ def test_a_gold_patch_that_does_not_apply_is_told_in_gits_words(
     wrong = replace(task, gold=task.gold.replace("core.py", "nowhere.py"))
 
     async def body(provider: SandboxProvider) -> None:
-        await apply_gold(wrong, await provider.start(image, owner="test"), timeout_s=20)
+        await apply_gold(wrong, await provider.start(image, owner="test"), timeout_s=60)
 
     with pytest.raises(TaskError, match=r"gold patch does not apply: error: .*nowhere"):
         forms.with_provider(body)

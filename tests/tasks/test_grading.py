@@ -48,7 +48,7 @@ def image(task: Task, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
 
 
 def grade_after(
-    task: Task, image: Path, folder: Path, command: str, *, timeout_s: float = 20.0, **files: str
+    task: Task, image: Path, folder: Path, command: str, *, timeout_s: float = 60.0, **files: str
 ) -> Verdict:
     """Return the verdict on what `command` and `files` (dots spelled `__`) leave in a sandbox."""
 
@@ -60,7 +60,7 @@ def grade_after(
             sandbox = await provider.start(image, owner="test")
             for name, text in files.items():
                 await sandbox.put(name.replace("__", "."), text.encode())
-            await sandbox.exec(command, timeout_s=10)
+            await sandbox.exec(command, timeout_s=60)
             return await grade(task, sandbox, image=image, timeout_s=timeout_s)
         finally:
             await provider.close()
@@ -165,8 +165,8 @@ def test_an_endless_loop_is_the_policys_doing(task: Task, image: Path, tmp_path:
 def test_a_process_left_behind_does_not_hold_the_verdict(
     task: Task, image: Path, tmp_path: Path
 ) -> None:
-    left = "import os, time\nif os.fork() == 0:\n    time.sleep(60)\n    os._exit(0)\n"
-    assert grade_after(task, image, tmp_path, "sleep 60 &", f__py=left + fixed(task)).resolved
+    left = "import os, time\nif os.fork() == 0:\n    time.sleep(600)\n    os._exit(0)\n"
+    assert grade_after(task, image, tmp_path, "sleep 600 &", f__py=left + fixed(task)).resolved
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def validated(task: Task, image: Path, folder: Path) -> None:
             SandboxConfig(), run="test", leases=folder / "leases", concurrency=2
         )
         try:
-            await validate(task, provider, image=image, timeout_s=20)
+            await validate(task, provider, image=image, timeout_s=60)
         finally:
             await provider.close()
 

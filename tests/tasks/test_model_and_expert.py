@@ -115,7 +115,7 @@ def run_expert(
                 trajectory="0/0/0",
                 events=NoEvents(),
             )
-            verdict = await grade(task, sandbox, image=image, timeout_s=20)
+            verdict = await grade(task, sandbox, image=image, timeout_s=60)
             return result, verdict.resolved
         finally:
             await provider.close()
