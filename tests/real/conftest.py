@@ -12,15 +12,15 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lab_run import command_lines
+from lab_run import command_lines, patient
 
 from agentrl.errors import ClusterError, WaitTimeout
 from slurm import lab_host
 from slurm.lab import Lab
 from slurm.lab_process import wait_for
 
-RESTORE_S = 150.0
-LEAVE_S = 60.0
+RESTORE_S = 240.0
+LEAVE_S = 90.0
 """Until what ended jobs have left on a node is gone: Slurm's own step daemons take a moment."""
 
 
@@ -99,7 +99,7 @@ def restore(lab: Lab) -> None:
         queue = lab.run(["squeue", "--noheader"]).stdout.strip()
         return not queue and set(lab.states().values()) == {"idle"}
 
-    wait_for(is_restored, RESTORE_S, "an idle cluster after the test")
+    wait_for(patient(is_restored), RESTORE_S, "an idle cluster after the test")
     with contextlib.suppress(WaitTimeout):
         wait_for(lambda: not strays(lab), LEAVE_S, "nodes without strays")
     assert strays(lab) == []

@@ -28,7 +28,7 @@ def be_killed() -> None:
 
 
 def until_there(path: str, limit_s: float = 120.0) -> str:
-    """Wait for a file, and return its text."""
+    """Wait for a file, which comes whole, and return its text."""
     deadline = time.monotonic() + limit_s
     while os.path.basename(path) not in os.listdir(os.path.dirname(path)):
         if time.monotonic() > deadline:
@@ -48,8 +48,10 @@ def until_signal(folder: str) -> str:
     came: list[int] = []
     signal.signal(signal.SIGUSR2, lambda number, frame: came.append(number))
     Path(folder, "ready").write_text("")
-    deadline = time.monotonic() + 60
-    while not came and time.monotonic() < deadline:
+    deadline = time.monotonic() + 240
+    while not came:
+        if time.monotonic() > deadline:
+            raise TimeoutError("no signal came")
         time.sleep(0.05)
     return signal.Signals(came[0]).name
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl import events
 from agentrl.audit import audit
+from agentrl.errors import ClusterError
 from launch.run_dir import RunDir
 from slurm import ledger, states
 from slurm.files import publish
@@ -158,7 +159,7 @@ class LabRun:
 
     def until(self, claim: Callable[[], object], what: str, limit_s: float = PATIENCE_S) -> None:
         try:
-            wait_for(claim, limit_s, what)
+            wait_for(patient(claim), limit_s, what)
         except Exception as error:
             raise AssertionError(f"{error}\n{self.log()[-3000:]}") from error
 
@@ -199,6 +200,19 @@ class LabRun:
             for pid, line in command_lines().items()
             if any(path in word for word in line) and pid != os.getpid()
         ]
+
+
+def patient(claim: Callable[[], object]) -> Callable[[], object]:
+    """Take a Slurm that is too busy to answer for a claim that does not hold yet."""
+
+    def held() -> object:
+        try:
+            return claim()
+        except ClusterError as error:
+            print(error)
+            return None
+
+    return held
 
 
 def command_lines() -> dict[int, Sequence[str]]:

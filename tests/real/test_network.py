@@ -14,7 +14,7 @@ import pytest
 from slurm.lab import Lab
 from slurm.network import read
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def prove(lab: Lab, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:

@@ -9,7 +9,7 @@ from lab_run import LabRun
 
 from slurm.lab import Lab
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slurm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def test_a_run_under_accounting_is_requeued_and_ends(lab_accounting: Lab, odd_path: Path) -> None:
