@@ -20,7 +20,7 @@ import msgspec
 
 from agentrl.errors import LaunchError, QueryError, SubmitError
 from agentrl.handoff.publish import publish_json
-from launch import cluster_run, network, submission
+from launch import network, submission
 from launch.attempt import ENDING, Attempt
 from launch.command import guard, parser
 from launch.fence import successor
@@ -186,6 +186,8 @@ def exclusions(run: RunDir) -> list[str]:
     The waiting jobs of a chain are told at once: they are not this job, and never requeued. Where
     Slurm does not listen they may get such a node, and go on all the same.
     """
+    from launch import cluster_run  # not on the way of every start, which `begin` is
+
     queued = submission.newest(run)
     config = run.config()
     found = cluster_run.exclusions(config, run, queued.number) if queued else []

@@ -125,7 +125,7 @@ def ended(attempts: list[int], lines: list[ledger.LedgerLine]) -> str:
     if not attempts:
         return "not begun"
     if not lines or lines[-1].attempt != attempts[-1]:
-        return "lost: its launcher was killed; resume it"
+        return "lost: its launcher ended without a verdict; resume it"
     last = lines[-1]
     if last.action in ("requeue", "gone"):
         return "ended before another attempt began; resume it"
