@@ -233,9 +233,9 @@ class TrainingConfig:
     expert_parallel: int = 1
     """Megatron: ranks that share out the experts of each layer."""
     pipeline_parallel: int = 1
-    """Megatron: stages of layers. More than 1 is refused as yet."""
+    """Megatron: stages of equally many layers, through which micro-batches go one after another."""
     context_parallel: int = 1
-    """Ranks that share one sequence out. More than 1 is refused as yet."""
+    """Ranks that share one sequence out. More than 1 is refused."""
     recompute: str = "none"
     """`layers`: keep a layer's input only, and compute the layer again in backward. `none`."""
     compile: bool = False

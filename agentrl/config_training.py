@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from agentrl.errors import ConfigError
@@ -9,6 +10,7 @@ from agentrl.errors import ConfigError
 if TYPE_CHECKING:
     from agentrl.config import TrainingConfig
 
+EXPERTS = ("expert_parallel", "pipeline_parallel")
 SIZES = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel")
 
 
@@ -33,16 +35,12 @@ def _check_megatron(config: TrainingConfig) -> None:
             "ranks here; raise training.tensor_parallel, which cuts its activations too, set "
             "training.recompute=layers, or lower agent.tokens_per_trajectory"
         )
-    if config.pipeline_parallel > 1:
-        raise ConfigError(
-            f"training.pipeline_parallel={config.pipeline_parallel}: the layers of one model stay "
-            "on one stage here; raise training.tensor_parallel or training.expert_parallel instead"
-        )
-    for name in ("tensor_parallel", "expert_parallel"):
-        if config.ranks % (size := getattr(config, name)):
+    for names in (("tensor_parallel", "pipeline_parallel"), EXPERTS):
+        sizes = {f"training.{name}": getattr(config, name) for name in names}
+        if config.ranks % math.prod(sizes.values()):
+            told = " times ".join(f"{name}={size}" for name, size in sizes.items())
             raise ConfigError(
-                f"training.{name}={size} does not divide training.ranks={config.ranks}; "
-                "take a size that does"
+                f"{told} does not divide training.ranks={config.ranks}; take sizes that do"
             )
     if config.kl_coef:
         raise ConfigError(

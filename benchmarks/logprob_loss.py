@@ -259,7 +259,7 @@ def command(name: str) -> str:
 def versions() -> dict[str, object]:
     found: dict[str, object] = {"date": datetime.date.today().isoformat()}
     found["python"] = platform.python_version()
-    found["device"] = torch.cuda.get_device_name()
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     for name in ("torch", "triton", "liger-kernel", "cut-cross-entropy"):
         try:
             found[name] = importlib.metadata.version(name)

@@ -161,10 +161,7 @@ def passes(backend: Any, batches: list[MicroBatch]) -> Work:
 
     def run() -> None:
         if hasattr(backend, "layout"):
-            backend.policy.zero_grad_buffer()
-            for batch in batches:
-                logprobs, entropy = backend._forward(batch)
-                batch_loss(logprobs, entropy, batch, backend.config, Sums()).backward()
+            backend.backward(batches)
         else:
             backend.optimizer.zero_grad(set_to_none=True)
             for batch in batches:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from agentrl.errors import DivergedError
+from agentrl.errors import CheckpointError, DivergedError
 from agentrl.training.packing import MicroBatch
 
 if TYPE_CHECKING:
@@ -29,6 +29,8 @@ class Part:
         return number % self.size == self.rank
 
 
+OPTIMIZER = ("exp_avg", "exp_avg_sq", "step")
+"""Kinds of Adam's state: two moments, and the updates taken."""
 WHOLE, NOTHING = Part(0, 1), Part(-1, 1)
 
 
@@ -41,6 +43,36 @@ class BackendState:
     """`exp_avg/NAME` and so on; scalars as 0-d tensors."""
     updates: int
     """Optimizer steps taken: the learning-rate schedule is a function of it."""
+
+
+def check_state(state: BackendState, names: Set[str]) -> None:
+    """Raise CheckpointError when a state is not of the model with these parameters."""
+    check_kinds({key.partition("/")[0] for key in state.optimizer})
+    wanted = {f"{kind}/{name}" for kind in OPTIMIZER for name in names}
+    odd = names ^ state.model.keys()
+    odd |= wanted ^ state.optimizer.keys() if state.optimizer else set()
+    if odd:
+        told = ", ".join(sorted(odd)[:3])
+        raise CheckpointError(f"checkpoint is of another model: {told} differ")
+
+
+def check_kinds(kinds: Iterable[str]) -> None:
+    """Raise CheckpointError for an optimizer's state that is not Adam's."""
+    if odd := sorted(set(kinds) - set(OPTIMIZER)):
+        raise CheckpointError(
+            f"checkpoint's optimizer state has {', '.join(odd)}, and Adam's is "
+            f"{', '.join(OPTIMIZER)}: another program wrote it; to begin from its weights alone, "
+            "give its folder as model.path of a new run"
+        )
+
+
+def check_tensor(name: str, found: Tensor, wanted: Sequence[int]) -> None:
+    """Raise CheckpointError when a checkpoint's tensor is not of the model's shape."""
+    if tuple(found.shape) != tuple(wanted):
+        raise CheckpointError(
+            f"{name} is {list(found.shape)} in the checkpoint and {list(wanted)} in the model: "
+            "the two are not of one model"
+        )
 
 
 def learning_rate(config: TrainingConfig, updates: int) -> float:

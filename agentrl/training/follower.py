@@ -27,6 +27,8 @@ def main() -> None:
     world = ranks.join(os.environ, config)
     follow(config, world)
     dist.destroy_process_group()
+    logging.shutdown()
+    os._exit(0)  # gloo's threads, at times alive still, would abort the interpreter's end
 
 
 if __name__ == "__main__":

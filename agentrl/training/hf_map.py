@@ -24,6 +24,7 @@ from agentrl.training.hf_shape import ModelShape
 Cut = Literal["copy", "rows", "columns", "qkv", "gated", "vocabulary"]
 """How tensor parallelism cuts a tensor; `copy` is not cut."""
 Spec = Literal["local", "te"]
+HEAD = "output_layer.weight"
 VOCABULARY_MULTIPLE = 128
 """Of words on each rank: Megatron's make_vocab_size_divisible_by."""
 
@@ -163,7 +164,7 @@ class Place:
     """Megatron's, as the rank that holds it numbers layers and experts."""
     hf: tuple[str, ...]
     stages: tuple[int, ...]
-    """Pipeline stages that hold it; two for a tied embedding on several."""
+    """Pipeline stages that hold it; a tied embedding has two places, on the first and the last."""
     ep_rank: int = 0
 
 
@@ -187,9 +188,9 @@ def places(shape: ModelShape, layout: Layout) -> Iterator[Place]:
         stages=(last,),
     )
     if not shape.is_tied:
-        yield from _outer("output_layer.weight", "lm_head.weight", last)
+        yield from _outer(HEAD, "lm_head.weight", last)
     elif last:
-        yield from _outer("output_layer.weight", "model.embed_tokens.weight", last)
+        yield from _outer(HEAD, "model.embed_tokens.weight", last)
 
 
 def _outer(name: str, hf: str, stage: int) -> Iterator[Place]:

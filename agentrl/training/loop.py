@@ -238,8 +238,11 @@ class _Trainer:
         is_done = self.step >= self.config.training.steps
         with quiet(self.weights):
             tensors = self.backend.export_hf()
-            named = {} if self.pusher is None or is_done else dict(tensors)
-            if self.pusher is not None and named:  # once done, nobody is there to take it
+            named: dict[str, Tensor] = {}
+            if self.pusher is not None and not is_done:  # once done, nobody is there to take it
+                # on the CPU: a GPU has no room for the whole model beside its share of training
+                named = {name: tensor.cpu() for name, tensor in tensors}
+            if self.pusher is not None and named:
                 push = self.pusher.announce(self.step, named)
             self.announced = publish_version(
                 self.weights,

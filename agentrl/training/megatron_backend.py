@@ -1,9 +1,9 @@
-"""The same arithmetic as TorchBackend's on megatron-core: tensor, expert and data parallel ranks.
+"""The same arithmetic as TorchBackend's on megatron-core: TP, EP, PP and DP ranks.
 
 Layers are Megatron's `local` ones (megatron_layers), packed rows only; the loss and the head are
 shared with TorchBackend, and tests hold the two equal. Every rank calls each method with the same
 whole step (led). Its state is whole and under TorchBackend's names: a run may go on with another
-layout, or with the other back end. Pipeline and context parallelism are not here.
+layout, or with the other back end. Context parallelism is not here.
 """
 
 from __future__ import annotations
@@ -26,79 +26,35 @@ from megatron.core.optimizer import (  # type: ignore[import-not-found, unused-i
     OptimizerConfig,
     get_megatron_optimizer,
 )
-from megatron.core.tensor_parallel import (  # type: ignore[import-not-found, unused-ignore]
-    gather_from_sequence_parallel_region,
-)
 from megatron.core.tensor_parallel.random import (  # type: ignore[import-not-found, unused-ignore]
     model_parallel_cuda_manual_seed,
-)
-from megatron.core.transformer.module import (  # type: ignore[import-not-found, unused-ignore]
-    MegatronModule,
 )
 from torch import Tensor
 
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
-from agentrl.training.backend import WHOLE, BackendState, Part, learning_rate, refuse_divergence
+from agentrl.training.backend import (
+    OPTIMIZER,
+    WHOLE,
+    BackendState,
+    Part,
+    check_kinds,
+    learning_rate,
+    refuse_divergence,
+)
 from agentrl.training.convert import fused_experts, single_experts
 from agentrl.training.grouped_experts import check_experts
-from agentrl.training.head import Shard, chosen_logprobs
 from agentrl.training.hf_map import Layout
 from agentrl.training.hf_shape import ModelShape, read_shape
 from agentrl.training.megatron_attention import Rotary
 from agentrl.training.megatron_layers import make_body
+from agentrl.training.megatron_policy import MegatronPolicy
+from agentrl.training.megatron_stages import Answer, run_schedule, summed, told_by
 from agentrl.training.megatron_state import WEIGHT, OptimizerShards
 from agentrl.training.megatron_weights import MegatronWeights
 from agentrl.training.packing import MicroBatch, deal
 from agentrl.training.step_loss import Sums, batch_loss, mean_gaps, step_metrics
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-STEP = "step"
-"""What TorchBackend's state has beside the moments: the updates taken, by parameter."""
-
-
-class MegatronPolicy(MegatronModule):  # type: ignore[misc, unused-ignore]
-    """Tokens in, log-probabilities and entropy out, as `policy.Policy` gives them."""
-
-    def __init__(self, config: Any, body: Any, vocabulary: int, temperature: float) -> None:
-        super().__init__(config=config)
-        self.body = body
-        self.temperature = temperature
-        self.group = parallel_state.get_tensor_model_parallel_group()
-        here = len(self._weight())
-        self.start = parallel_state.get_tensor_model_parallel_rank() * here
-        self.words = max(0, min(here, vocabulary - self.start))
-
-    def forward(self, batch: MicroBatch, packing: Any) -> tuple[Tensor, Tensor]:
-        device = next(self.parameters()).device
-        tokens = batch.tokens.to(device)
-        hidden = self.body(tokens, torch.zeros_like(tokens), None, packed_seq_params=packing)
-        if self.config.sequence_parallel:
-            # the head's backward gives each rank the whole gradient: each keeps its own rows
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        rows = hidden.reshape(-1, hidden.shape[-1])[batch.source.to(device)]
-        shard = Shard(start=self.start, group=self.group)
-        answer: tuple[Tensor, Tensor] = chosen_logprobs(
-            rows,
-            self._words(),
-            batch.targets.to(device),
-            temperature=self.temperature,
-            shard=shard if self.group.size() > 1 else None,
-        )
-        return answer
-
-    def _words(self) -> Tensor:
-        """Return this rank's rows of the head, without those that only fill the vocabulary up."""
-        weight = self._weight()
-        return weight if self.words == len(weight) else weight[: self.words]
-
-    def _weight(self) -> Tensor:
-        weight: Tensor = (
-            self.body.shared_embedding_or_output_weight()
-            if self.body.share_embeddings_and_output_weights
-            else self.body.output_layer.weight
-        )
-        return weight
+*MOMENTS, STEP = OPTIMIZER
 
 
 class MegatronBackend:
@@ -109,13 +65,10 @@ class MegatronBackend:
         hf = json.loads((folder / "config.json").read_bytes())
         self.shape: ModelShape = read_shape(hf)
         layout.check(self.shape)
-        if layout.pp != 1:
-            raise ConfigError(
-                f"pp={layout.pp}: MegatronBackend keeps the layers on one stage; pp=1"
-            )
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=layout.tp,
+                pipeline_model_parallel_size=layout.pp,
                 expert_model_parallel_size=layout.ep,
                 expert_tensor_parallel_size=1,
             )
@@ -125,7 +78,7 @@ class MegatronBackend:
         megatron_config, body = make_body(
             self.shape, hf, layout, dtype=dtype, recomputes=self.config.recompute == "layers"
         )
-        check_experts(body, self.shape.layers if self.shape.experts else 0)
+        check_experts(body, self.shape.layers // layout.pp if self.shape.experts else 0)
         policy = MegatronPolicy(
             megatron_config, body, self.shape.vocabulary, config.agent.temperature
         )
@@ -149,21 +102,25 @@ class MegatronBackend:
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
         """Return [N] float32 at the sampling temperature, on every rank."""
-        return self._forward(batch)[0].cpu()
+        found: list[Tensor] = []
+
+        def keep(answer: Answer, _: MicroBatch) -> Tensor:
+            found.append(answer[0])
+            return answer[0].sum()
+
+        run_schedule(self.policy, [batch], self._forward, keep, forward_only=True)
+        known, shape = found[0] if found else None, batch.targets.shape
+        last, device = self.layout.pp - 1, self._device
+        return told_by(last, known, shape, dtype=torch.float32, device=device).cpu()
 
     def train_step(self, batches: Sequence[MicroBatch]) -> dict[str, float]:
         """Take one optimizer step over all of `batches`; return its metrics."""
         dp = parallel_state.get_data_parallel_group()
-        self.policy.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        sums = Sums()
-        for batch in deal(batches, dp.size())[dp.rank()]:
-            logprobs, entropy = self._forward(batch)
-            batch_loss(logprobs, entropy, batch, self.config, sums).backward()  # type: ignore[no-untyped-call]
+        sums = self.backward(deal(batches, dp.size())[dp.rank()])
         finalize_model_grads([self.policy])
-        summed = sums.as_tensor().to(self._device)
-        dist.all_reduce(summed, group=dp)
-        metrics = step_metrics(summed, has_kl=False)
+        totals = sums.as_tensor().to(self._device)
+        dist.all_reduce(totals, group=dp)
+        metrics = step_metrics(summed(totals), has_kl=False)
         self.gaps = self._gaps_over(dp, sums)
         lr = learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
@@ -174,6 +131,18 @@ class MegatronBackend:
         self.optimizer.step()
         self.updates += 1
         return {**metrics, "grad_norm": norm, "lr": lr}
+
+    def backward(self, batches: Sequence[MicroBatch]) -> Sums:
+        """Add up the gradients of these alone; return their sums: zeros but on the last stage."""
+        self.policy.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        sums = Sums()
+
+        def loss(answer: Answer, batch: MicroBatch) -> Tensor:
+            return batch_loss(*answer, batch, self.config, sums)
+
+        run_schedule(self.policy, batches, self._forward, loss)
+        return sums
 
     @torch.no_grad()
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
@@ -206,6 +175,7 @@ class MegatronBackend:
     @torch.no_grad()
     def restore(self, state: BackendState | None, *, updates: int, kinds: Sequence[str]) -> None:
         """Cut rank 0's state over the ranks; None on the others."""
+        check_kinds(kinds)
         self.weights.shards.clear()
         for kind in (WEIGHT, *(kind for kind in kinds if kind != STEP)):
             found = None if state is None else dict(single_experts(_of_kind(state, kind)))
@@ -217,9 +187,10 @@ class MegatronBackend:
     def _gaps_over(self, dp: dist.ProcessGroup, sums: Sums) -> list[float]:
         most = torch.tensor(sums.samples, device=self._device)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=dp)
+        summed(most)  # known to the last stage only
         gaps = sums.gap_sums(int(most)).to(self._device)
         dist.all_reduce(gaps, group=dp)
-        return mean_gaps(gaps)
+        return mean_gaps(summed(gaps))
 
     def _optimizer_config(self) -> Any:
         return OptimizerConfig(
@@ -240,12 +211,12 @@ class MegatronBackend:
         device: torch.device = next(self.policy.parameters()).device
         return device
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: MicroBatch) -> Tensor | Answer:
         if batch.ends is None:
             batch = replace(batch, ends=_row_ends(batch.tokens), tokens=batch.tokens.reshape(1, -1))
         batch = _filled(batch, -batch.tokens.shape[1] % self.layout.tp)
         assert batch.ends is not None
-        answer: tuple[Tensor, Tensor] = self.policy(batch, self.rotary.packing(batch.ends))
+        answer: Tensor | Answer = self.policy(batch, self.rotary.packing(batch.ends))
         return answer
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state  # type: ignore[import-not-found, unused-ignore]
 from megatron.core.models.gpt.gpt_layer_specs import (  # type: ignore[import-not-found, unused-ignore]
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -88,6 +89,8 @@ def make_body(
         vocab_size=shape.vocabulary + -shape.vocabulary % (128 * layout.tp),
         max_sequence_length=hf.get("max_position_embeddings", 32_768),
         parallel_output=True,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=shape.is_tied,
         # our attention turns queries and keys itself
         position_embedding_type="rope" if is_te else "none",
@@ -106,7 +109,6 @@ def make_config(
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": not hf.get("norm_topk_prob", False),
         "moe_router_dtype": "fp32",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": layout.spec == "te",
         "moe_permute_fusion": layout.spec == "te",
     }
@@ -126,9 +128,13 @@ def make_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        pipeline_dtype=dtype,
+        variable_seq_lengths=layout.pp > 1,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
         sequence_parallel=layout.tp > 1,
+        moe_token_dispatcher_type="alltoall",  # of dense models, too: others refuse variable rows
         use_cpu_initialization=not torch.cuda.is_available(),
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,

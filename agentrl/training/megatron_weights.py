@@ -15,9 +15,21 @@ from megatron.core import parallel_state  # type: ignore[import-not-found, unuse
 from torch import Tensor, nn
 
 from agentrl.errors import CheckpointError
+from agentrl.training.backend import check_tensor
 from agentrl.training.convert import WeightFiles
-from agentrl.training.hf_map import Layout, Place, fuse, join, places, shapes_of, split, unfuse
+from agentrl.training.hf_map import (
+    HEAD,
+    Layout,
+    Place,
+    fuse,
+    join,
+    places,
+    shapes_of,
+    split,
+    unfuse,
+)
 from agentrl.training.hf_shape import ModelShape
+from agentrl.training.megatron_stages import stage, told_by
 from agentrl.training.megatron_state import WEIGHT, OptimizerShards
 
 
@@ -48,10 +60,18 @@ class MegatronWeights:
 
         kind: WEIGHT, `exp_avg` or `exp_avg_sq`; empty: the weights that the model computes with.
         """
+        dtype = torch.float32 if kind else next(iter(self.parameters.values())).dtype
         for place in self._places():
-            parts = self._gathered(place, self._part(place, kind))
-            tensors = unfuse(place, join(place, parts, self.shape), self.shape)
-            yield from zip(place.hf, tensors, strict=True)
+            if self.shape.is_tied and place.name == HEAD:
+                continue  # the last stage's copy of the embedding
+            tensors: Sequence[Tensor | None] = [None] * len(place.hf)
+            if stage() in place.stages:
+                parts = self._gathered(place, self._part(place, kind))
+                tensors = unfuse(place, join(place, parts, self.shape), self.shape)
+            shapes = shapes_of(place, self.shape)
+            for name, tensor, shape in zip(place.hf, tensors, shapes, strict=True):
+                owner = place.stages[0]
+                yield name, told_by(owner, tensor, shape, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def take(self, kind: str, source: Mapping[str, Tensor] | None) -> None:
@@ -66,7 +86,7 @@ class MegatronWeights:
                 raise CheckpointError(f"checkpoint is of another model: {names} differ")
         for place in self._places():
             tensors = [
-                self._told(None if source is None else source[name], wanted_shape)
+                self._told(name, source, wanted_shape)
                 for name, wanted_shape in zip(place.hf, shapes_of(place, self.shape), strict=True)
             ]
             if not self._has(place):
@@ -82,16 +102,18 @@ class MegatronWeights:
 
     def _has(self, place: Place) -> bool:
         rank = parallel_state.get_expert_model_parallel_rank()
-        return not place.rule.is_expert or place.ep_rank == rank
+        return stage() in place.stages and (not place.rule.is_expert or place.ep_rank == rank)
 
     def _mine_of(self, parts: Sequence[Tensor]) -> Tensor:
         rank = parallel_state.get_tensor_model_parallel_rank() if len(parts) > 1 else 0
         return parts[rank]
 
-    def _told(self, tensor: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    def _told(
+        self, name: str, source: Mapping[str, Tensor] | None, shape: tuple[int, ...]
+    ) -> Tensor:
         """Return rank 0's tensor on every rank, float32."""
-        if tensor is None:
-            tensor = torch.empty(shape)
+        tensor = torch.empty(shape) if source is None else source[name]
+        check_tensor(name, tensor, shape)
         told = tensor.to(self.device, torch.float32).contiguous()
         if dist.get_world_size() > 1:
             dist.broadcast(told, 0)

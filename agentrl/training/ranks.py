@@ -30,7 +30,7 @@ from agentrl.training.backend import Part
 from agentrl.training.packing import MicroBatch
 
 log = logging.getLogger(__name__)
-END_S = 60.0
+END_S = 300.0
 """Longest that a follower may take to leave once told to."""
 SLACK_S = 600.0
 """Beyond the longest waits, for groups and for a checkpoint: publishing."""
@@ -145,8 +145,7 @@ def started(config: RunConfig) -> Iterator[World]:
         yield world
         world.tell(END)
         for rank, follower in enumerate(followers, 1):
-            if follower.wait(END_S):
-                raise LaunchError(f"trainer rank {rank} ended with {follower.returncode}")
+            _await_end(rank, follower)
     finally:
         for follower in followers:
             follower.kill()
@@ -157,6 +156,18 @@ def started(config: RunConfig) -> Iterator[World]:
 
 END = 0
 """The call that ends the followers."""
+
+
+def _await_end(rank: int, follower: subprocess.Popen[str]) -> None:
+    try:
+        code = follower.wait(END_S)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"trainer rank {rank} was told to end and is there {END_S:g} s later; it is killed. "
+            "Its last words are in this role's log"
+        ) from error
+    if code:
+        raise LaunchError(f"trainer rank {rank} ended with {code}")
 
 
 def _start(config: RunConfig, rank: int, port: int) -> subprocess.Popen[str]:

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.config import RunConfig
-from agentrl.errors import CheckpointError, DivergedError
+from agentrl.errors import DivergedError
 from agentrl.training import ranks
 from agentrl.training.attention import register
 from agentrl.training.backend import Backend as Backend
 from agentrl.training.backend import BackendState as BackendState
-from agentrl.training.backend import learning_rate, refuse_divergence
+from agentrl.training.backend import check_state, check_tensor, learning_rate, refuse_divergence
 from agentrl.training.convert import single_experts
 from agentrl.training.model_folder import load_model
 from agentrl.training.packing import MicroBatch, deal
@@ -101,9 +101,7 @@ class TorchBackend:
 
     def restore(self, state: BackendState) -> None:
         names = {plain_name(name) for name, _ in self.policy.named_parameters()}
-        if names != state.model.keys():
-            odd = sorted(names ^ state.model.keys())
-            raise CheckpointError(f"checkpoint is of another model: {', '.join(odd[:3])} differ")
+        check_state(state, names)
         kinds = sorted({key.partition("/")[0] for key in state.optimizer})
         told = {kind: torch.ones(1) for kind in kinds}
         self.world.tell(RESTORE, told | {"updates": torch.tensor([state.updates])})
@@ -233,9 +231,14 @@ class TorchBackend:
         self.optimizer.state.clear()
         for long_name, parameter in self.policy.named_parameters():
             name = plain_name(long_name)
-            parameter.copy_(like(state.model[name] if state else None, parameter))
+            weight = state.model[name] if state else None
+            if weight is not None:
+                check_tensor(name, weight, parameter.shape)
+            parameter.copy_(like(weight, parameter))
             for kind in kinds:
                 value = state.optimizer[f"{kind}/{name}"] if state else None
+                if value is not None and kind != SCALARS:
+                    check_tensor(f"{kind}/{name}", value, parameter.shape)
                 self.optimizer.state[parameter][kind] = (
                     _step_count(updates, value, parameter)
                     if kind == SCALARS

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import sys
+import importlib.util
+import json
 from collections import Counter
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from fabricate import fill_spool, make_config, make_group
+from safetensors.torch import load_file
 
+from agentrl.errors import CheckpointError, ConfigError, DivergedError
 from agentrl.events import NoEvents
 from agentrl.training.hf_map import Layout
 from agentrl.training.intake import make_batch
@@ -35,9 +38,23 @@ def make_family(folder: Path, family: str) -> Path:
     """Write a tiny model whose norms and weights are spread enough to tell a wrong map."""
     import transformers
 
+    scaled = {"factor": 4.0, "original_max_position_embeddings": 100, "rope_theta": 10_000.0}
+    llama3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     kinds = {
         "qwen3": ("Qwen3", {"intermediate_size": 64, "tie_word_embeddings": True}),
         "llama": ("Llama", {"intermediate_size": 64, "tie_word_embeddings": False}),
+        "llama, scaled by llama3": (
+            "Llama",
+            {"intermediate_size": 64, "rope_parameters": scaled | llama3},
+        ),
+        "qwen3, scaled by yarn": (
+            "Qwen3",
+            {
+                "intermediate_size": 64,
+                "tie_word_embeddings": True,
+                "rope_parameters": scaled | {"rope_type": "yarn"},
+            },
+        ),
         "qwen3_moe": (
             "Qwen3Moe",
             {
@@ -61,15 +78,24 @@ def make_family(folder: Path, family: str) -> Path:
 
 
 CASES = [
-    ("qwen3", 1, 1, "packed"),
-    ("llama", 2, 1, "padded"),
-    ("qwen3_moe", 1, 1, "padded"),
-    ("qwen3_moe", 1, 2, "packed"),
-    ("qwen3_moe", 2, 1, "packed"),
-    ("qwen3_moe", 2, 2, "packed"),
+    ("qwen3", 1, 1, 1, "packed"),
+    ("llama, scaled by llama3", 2, 1, 1, "padded"),
+    ("qwen3_moe", 1, 1, 1, "padded"),
+    ("qwen3_moe", 1, 2, 1, "packed"),
+    ("qwen3_moe", 2, 1, 1, "packed"),
+    ("qwen3_moe", 2, 2, 1, "packed"),
+    ("qwen3, scaled by yarn", 1, 1, 2, "packed"),
+    ("qwen3_moe", 1, 1, 2, "padded"),
 ]
-"""Family, tensor parallel, expert parallel, packing; on two ranks 1 × 1 is data parallel."""
+"""Family; tensor, expert, pipeline parallel; packing. Two ranks of 1 × 1 × 1: data parallel."""
 RUN = "a run"
+REFUSALS = "refusals"
+Numbers = dict[str, float]
+
+
+def note(root: str, case: object, rank: int) -> Path:
+    """Return where a rank leaves the numbers of a case that it went through."""
+    return Path(root) / f"{case} {rank}.json"
 
 
 def all_cases(rank: int, size: int, root: str) -> None:
@@ -80,17 +106,18 @@ def all_cases(rank: int, size: int, root: str) -> None:
     from megatron.core import parallel_state
 
     for case in CASES:
-        family, tp, ep, packing = case
-        folder = Path(root) / family
-        agree(rank, folder, (tp, ep), packing)
-        (Path(root) / f"{case} {rank}").touch()
+        family, tp, ep, pp, packing = case
+        found = compare(Path(root) / family, Layout(tp=tp, ep=ep, pp=pp), packing)
+        note(root, case, rank).write_text(json.dumps(found))
         parallel_state.destroy_model_parallel()
-    run(rank, size, str(Path(root) / "qwen3"))
-    (Path(root) / f"{RUN} {rank}").touch()
+    said = refusals(Path(root) / "qwen3")
+    note(root, REFUSALS, rank).write_text(json.dumps(said))
+    parallel_state.destroy_model_parallel()
+    note(root, RUN, rank).write_text(json.dumps(run(rank, size, str(Path(root) / "qwen3"))))
 
 
-def agree(rank: int, folder: Path, cut: tuple[int, int], packing: str) -> None:
-    """Fail unless log-probabilities, metrics and one step's weights are equal to 1e-5."""
+def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
+    """Return how far both back ends are apart, before, in and after one step."""
     from agentrl.training.megatron_backend import MegatronBackend
 
     config = make_config(folder.parent, folder)
@@ -98,37 +125,43 @@ def agree(rank: int, folder: Path, cut: tuple[int, int], packing: str) -> None:
     config.training.lr = 1e-4
     config.training.entropy_coef = 0.01
     config.training.weight_decay = 0.1
-    config.training.recompute = "layers" if cut[0] == 2 else "none"
+    config.training.recompute = "layers" if layout.tp * layout.pp == 2 else "none"
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
     samples = make_batch(groups, 0, config, Counter()).samples
     batches = pack(samples, 67, is_packed=packing == "packed")
     reference = TorchBackend(folder, config)
     start = {name: tensor.clone() for name, tensor in reference.export_hf()}
-    logprobs = [reference.logprobs(batch) for batch in batches]
+    logprobs = torch.cat([reference.logprobs(batch) for batch in batches])
     wanted = reference.train_step(batches)
-    weights = dict(reference.export_hf())
-    megatron = MegatronBackend(folder, config, Layout(tp=cut[0], ep=cut[1]))
-    apart = max(
-        float((megatron.logprobs(batch) - known).abs().max())
-        for batch, known in zip(batches, logprobs, strict=True)
-    )
+    megatron = MegatronBackend(folder, config, layout)
+    before = torch.cat([megatron.logprobs(batch) for batch in batches])
     found = megatron.train_step(batches)
-    assert torch.allclose(torch.tensor(megatron.gaps), torch.tensor(reference.gaps), atol=1e-5)
-    exported = dict(megatron.export_hf())
-    assert exported.keys() == weights.keys()
-    moved = max(float((exported[name] - weights[name]).abs().max()) for name in weights)
-    where = f"{folder.name} {cut} {packing}, rank {rank}"
-    print(f"{where}: logprobs {apart:.1e}, weights {moved:.1e}", file=sys.stderr)
-    assert apart < 1e-5, apart
-    assert moved < 1e-5, moved
-    assert all(not torch.equal(weights[name], start[name]) for name in weights)
-    for name, value in wanted.items():
-        assert abs(found[name] - value) < 1e-4 * max(1, abs(value)), (name, found[name], value)
-    goes_on(megatron, MegatronBackend(folder, config, megatron.layout), reference, batches)
+    weights = dict(reference.export_hf())
+    off = {name: abs(found[name] - one) / max(1, abs(one)) for name, one in wanted.items()}
+    numbers = {
+        "logprobs": float((before - logprobs).abs().max()),
+        "gaps": largest(torch.tensor(megatron.gaps), torch.tensor(reference.gaps)),
+        "weights": apart(dict(megatron.export_hf()), weights),
+        "moved": min(largest(weights[name], start[name]) for name in weights),
+        "metrics": max(off.values()),
+    }
+    fresh = MegatronBackend(folder, config, layout)
+    return numbers | go_on(megatron, fresh, reference, batches)
 
 
-def goes_on(megatron, fresh, reference, batches) -> None:
-    """Fail unless a back end that took the state over goes on as if nothing had been."""
+def largest(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).abs().max())
+
+
+def apart(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of two models' weights; infinite for other names."""
+    if mine.keys() != other.keys():
+        return float("inf")
+    return max(largest(mine[name], other[name]) for name in mine)
+
+
+def go_on(megatron, fresh, reference, batches) -> Numbers:
+    """Return how far back ends that took the state over are from the one that went on."""
     state = megatron.state()
     kinds = ("exp_avg", "exp_avg_sq", "step")
     leads = dist.get_rank() == 0
@@ -137,13 +170,45 @@ def goes_on(megatron, fresh, reference, batches) -> None:
     for backend in (megatron, fresh, reference):
         backend.train_step(batches)
     straight, resumed = dict(megatron.export_hf()), dict(fresh.export_hf())
-    assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-    for name, tensor in reference.export_hf():
-        torch.testing.assert_close(straight[name], tensor, atol=1e-5, rtol=0)
+    other = dict(reference.export_hf())
+    return {"resumed": apart(straight, resumed), "resumed by torch": apart(straight, other)}
 
 
-def run(rank: int, size: int, folder: str) -> None:
-    """Train by the loop: straight, and stopped and resumed; the last weights must be equal."""
+def refusals(folder: Path) -> dict[str, str]:
+    """Return what a back end says to what it cannot do."""
+    from megatron.core import parallel_state
+
+    from agentrl.training.megatron_backend import MegatronBackend
+
+    config = make_config(folder.parent, folder)
+    said = {}
+    if importlib.util.find_spec("transformer_engine") is None:
+        try:
+            MegatronBackend(folder, config, Layout(spec="te"))
+        except ConfigError as error:
+            said["te"] = str(error)
+        parallel_state.destroy_model_parallel()
+    backend = MegatronBackend(folder, config, Layout(pp=2))
+    before = {name: one.clone() for name, one in backend.export_hf()}
+    samples = make_batch([make_group(0, [1, 0, 0, 1, 0])], 0, config, Counter()).samples
+    batches = pack(samples, 67, is_packed=True)
+    batches[0].weights[0] = float("nan")
+    try:
+        backend.train_step(batches)
+    except DivergedError as error:
+        said["no number"] = str(error)
+    said["moved since"] = str(apart(dict(backend.export_hf()), before))
+    state = backend.state()
+    narrow = {**state.model, "model.norm.weight": torch.ones(8)}
+    try:
+        backend.weights.take("param", narrow)
+    except CheckpointError as error:
+        said["shape"] = str(error)
+    return said
+
+
+def run(rank: int, size: int, folder: str) -> Numbers:
+    """Train by the loop: straight, and stopped and resumed; return how far the ends are apart."""
     from agentrl.training.megatron_backend import MegatronBackend
 
     world = World(rank=rank, size=size, control=dist.new_group(backend="gloo"))
@@ -162,5 +227,7 @@ def run(rank: int, size: int, folder: str) -> None:
         led = Led(backend, world)
         train(config, attempt=steps, stop=lambda: False, events=NoEvents(), backend=led)
         world.tell(END)
-        ends.append((latest(config.run_dir / "weights").folder / "model.safetensors").read_bytes())
-    assert rank or ends[0] == ends[2] != ends[1]
+        ends.append(load_file(latest(config.run_dir / "weights").folder / "model.safetensors"))
+    if rank:
+        return {}
+    return {"resumed": apart(ends[2], ends[0]), "moved": apart(ends[1], ends[0])}

@@ -46,7 +46,14 @@ def test_a_megatron_of_another_time_is_refused(tmp_path, monkeypatch, found):
         ({"tensor_parallel": 2}, "tensor_parallel=2 with training.backend=torch"),
         ({"context_parallel": 0}, "must be 1 or more"),
         ({"backend": "megatron", "context_parallel": 2}, "raise training.tensor_parallel"),
-        ({"backend": "megatron", "pipeline_parallel": 2}, "expert_parallel instead"),
+        (
+            {"backend": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2, "ranks": 2},
+            r"tensor_parallel=2 times training\.pipeline_parallel=2 does not divide",
+        ),
+        (
+            {"backend": "megatron", "expert_parallel": 4, "pipeline_parallel": 2, "ranks": 4},
+            r"expert_parallel=4 times training\.pipeline_parallel=2 does not divide",
+        ),
         ({"backend": "megatron", "tensor_parallel": 2, "ranks": 3}, "does not divide"),
         ({"backend": "megatron", "kl_coef": 0.1}, "keeps no starting model"),
         ({"backend": "megatron", "compile": True}, "are not compiled"),

@@ -130,6 +130,7 @@ def cut_agrees(rank: int, cut: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_head_cut_over_two_ranks_equals_a_whole_one(tmp_path):
     run_ranks(tmp_path, "test_head:shards_agree", 2)
 

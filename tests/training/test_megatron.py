@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+import json
+from collections.abc import Callable
 
 import pytest
 from fabricate import run_ranks
-from megatron_ranks import CASES, RUN, make_family
+from megatron_ranks import CASES, REFUSALS, RUN, Numbers, make_family, note
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(1000),  # of the one fixture: six cases in two processes
+    pytest.mark.timeout(1800),  # of the one fixture: its cases in two processes
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
         reason="megatron-core is not installed: pip install 'megatron-core>=0.16.1,<0.20'",
@@ -20,28 +21,60 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def passed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All cases, in two processes: a file for each rank that passed one, or why it failed."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> Callable[[object], list[Numbers]]:
+    """All cases, gone through by two processes: the numbers of each, or why there are none."""
     root = tmp_path_factory.mktemp("megatron")
     for family in {case[0] for case in CASES}:
         make_family(root / family, family)
+    why = ""
     try:
         run_ranks(root, "megatron_ranks:all_cases", 2, str(root))
     except AssertionError as error:
-        (root / "failed").write_text(str(error))
-    return root
+        why = str(error)
 
+    def of(case: object) -> list[Numbers]:
+        notes = [note(str(root), case, rank) for rank in range(2)]
+        assert all(path.exists() for path in notes), why
+        return [json.loads(path.read_bytes()) for path in notes]
 
-def assert_passed(passed: Path, case: object) -> None:
-    failed = passed / "failed"
-    why = failed.read_text() if failed.exists() else ""
-    assert all((passed / f"{case} {rank}").exists() for rank in range(2)), why
+    return of
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_megatron_and_torch_agree_to_1e_5(passed, case):
-    assert_passed(passed, case)
+def test_megatron_and_torch_agree_to_1e_5(found, case):
+    for numbers in found(case):
+        assert max(numbers[name] for name in ("logprobs", "weights", "gaps")) < 1e-5, numbers
+        assert numbers["moved"] > 1e-6, numbers
+        assert numbers["metrics"] < 1e-4, numbers
 
 
-def test_a_run_by_the_loop_resumes_as_if_it_had_never_stopped(passed):
-    assert_passed(passed, RUN)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_state_is_taken_over_by_either_back_end(found, case):
+    for numbers in found(case):
+        assert numbers["resumed"] == 0, numbers
+        assert numbers["resumed by torch"] < 1e-5, numbers
+
+
+def test_what_megatron_cannot_do_is_refused_with_words(found):
+    for said in found(REFUSALS):
+        assert said["shape"].startswith("model.norm.weight is [8] in the checkpoint and [32] in")
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="it is installed"
+)
+def test_te_without_transformer_engine_says_what_to_install_or_set(found):
+    for said in found(REFUSALS):
+        assert "Transformer Engine does not import here" in said["te"]
+        assert "set training.megatron_layers=local" in said["te"]
+
+
+def test_a_gradient_that_is_no_number_changes_no_weight_on_any_stage(found):
+    for said in found(REFUSALS):
+        assert said["no number"].startswith("update 1: gradient norm nan")
+        assert float(said["moved since"]) == 0
+
+
+def test_a_run_by_the_loop_resumes_as_if_it_had_never_stopped(found):
+    numbers, _ = found(RUN)
+    assert numbers["resumed"] == 0 < numbers["moved"]

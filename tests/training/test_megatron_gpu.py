@@ -61,12 +61,15 @@ def test_on_a_gpu_megatron_is_as_near_to_float32_as_torch_is(tmp_path, family, l
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("tensor", "expert"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_two_gpus_do_what_one_does(tmp_path, tensor, expert):
+@pytest.mark.parametrize(
+    ("tensor", "expert", "stages"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+)
+def test_two_gpus_do_what_one_does(tmp_path, tensor, expert, stages):
     _, config = make_run(tmp_path, "qwen3_moe", "local")
     alone = learned(config)
     config.training.ranks = 2
     config.training.tensor_parallel, config.training.expert_parallel = tensor, expert
+    config.training.pipeline_parallel = stages
     together = learned(config)
     for name in ("loss", "entropy", "grad_norm", "ess"):
         assert together[name] == pytest.approx(alone[name], rel=0.03, abs=0.01), name

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.training.packing import Sample, join, pack, padding_share, stack
+from agentrl.training.packing import Sample, deal, join, pack, padding_share, stack
 
 
 def sample(length: int, mark: int = 1) -> Sample:
@@ -101,3 +101,30 @@ def test_packed_micro_batches_are_as_even_as_the_samples_let_them_be():
     sizes = [50, 40, 30, 20, 10, 10, 20, 20]
     batches = pack([sample(size) for size in sizes], 100, is_packed=True, ranks=2)
     assert [batch.real_tokens for batch in batches] == [100, 100]
+
+
+@given(lengths, st.integers(10, 200), st.integers(1, 5), st.booleans())
+def test_ranks_get_as_many_micro_batches_each_and_every_one_once(sizes, budget, ranks, is_packed):
+    samples = [sample(size) for size in sizes]
+    batches = pack(samples, budget, is_packed=is_packed, ranks=ranks)
+    hands = deal(batches, ranks)
+    assert len({len(hand) for hand in hands}) == 1
+    dealt = [batch for hand in hands for batch in hand if batch.real_tokens]
+    assert sorted(map(id, dealt)) == sorted(map(id, batches))
+    assert all(hand == sorted(hand, key=lambda batch: -batch.work) for hand in hands)
+
+
+def test_the_work_of_a_row_grows_faster_than_its_tokens():
+    one, two = join([sample(28_000)]), join([sample(14_000), sample(14_000)])
+    assert (one.work, two.work) == (84_000, 56_000)
+    assert stack([sample(14_000), sample(7_000)]).work == 56_000  # its padding is computed, too
+
+
+def test_trajectories_of_real_spread_leave_ranks_idle_for_under_a_twentieth():
+    rng = np.random.default_rng(0)
+    sizes = np.clip(8000 * rng.lognormal(0, 0.8, 512), 500, 65_536).astype(int)
+    hands = deal(pack([sample(size) for size in sizes], 65_536, is_packed=True, ranks=8), 8)
+    tokens = [sum(batch.real_tokens for batch in hand) for hand in hands]
+    works = [sum(batch.work for batch in hand) for hand in hands]
+    assert max(tokens) < np.mean(tokens) / 0.95
+    assert max(works) < np.mean(works) / 0.95

@@ -7,7 +7,8 @@ import torch
 from fabricate import make_group
 
 from agentrl.errors import ConfigError
-from agentrl.training import ranks
+from agentrl.training import checkpoint, ranks
+from agentrl.training.checkpoint import Checkpoint, Files, load_latest
 from agentrl.training.intake import make_batch
 from agentrl.training.packing import deal, pack
 from agentrl.training.torch_backend import TorchBackend
@@ -42,6 +43,7 @@ def assert_same(mine, other):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("packing", ["padded", "packed"])
 def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing):
     tiny_config.training.packing = packing
@@ -59,8 +61,23 @@ def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing):
     assert together[4] == pytest.approx(alone[4], abs=1e-4)
 
 
+def saved(folder, backend, model):
+    """Return what two ranks wrote, each its share, as a resumed trainer reads it."""
+    temporary = checkpoint.begin(folder, backend.updates, 1)
+    state = Checkpoint(
+        step=backend.updates, version=backend.updates, backend=backend.share(temporary)
+    )
+    files = Files(model_folder=model, keep=1, attempt=1, ranks=2, limit_s=300)
+    path = checkpoint.complete(temporary, state, files)
+    assert len(list(path.glob("optimizer-*-of-00002.safetensors"))) == 2
+    return load_latest(folder).backend
+
+
 @pytest.mark.slow
-def test_what_two_ranks_saved_one_goes_on_with_and_the_other_way_round(tiny_model, tiny_config):
+@pytest.mark.timeout(1200)
+def test_what_two_ranks_saved_one_goes_on_with_and_the_other_way_round(
+    tiny_model, tiny_config, tmp_path
+):
     alone = TorchBackend(tiny_model, tiny_config)
     tiny_config.training.ranks = 2
     batches = batches_of(tiny_config)
@@ -71,7 +88,7 @@ def test_what_two_ranks_saved_one_goes_on_with_and_the_other_way_round(tiny_mode
         for backend in (alone, together):
             backend.train_step(batches)
         assert_same(together.state().model, alone.state().model)
-        alone.restore(together.state())
+        alone.restore(saved(tmp_path / "checkpoints", together, tiny_model))
         for backend in (alone, together):
             backend.train_step(batches)
         assert together.updates == alone.updates == 3

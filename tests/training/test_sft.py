@@ -73,6 +73,7 @@ def test_stopped_and_called_again_it_ends_with_the_same_weights(tiny_config, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_two_ranks_of_a_back_end_learn_the_traces(tiny_config, tmp_path):
     traces, told = write_traces(tmp_path / "traces.jsonl"), []
     tiny_config.training.ranks, tiny_config.sft.context_weight = 2, 0.0

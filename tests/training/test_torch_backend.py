@@ -134,6 +134,21 @@ def test_a_checkpoint_of_another_model_is_refused(backend):
         backend.restore(other)
 
 
+def test_a_checkpoint_tensor_of_another_shape_is_named_with_both(backend):
+    state = backend.state()
+    narrow = {**state.model, "model.norm.weight": torch.ones(8)}
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight is \[8\] .* and \[32\] in"):
+        backend.restore(dataclasses.replace(state, model=narrow))
+
+
+def test_an_optimizer_state_of_another_program_is_refused(backend, tiny_config):
+    backend.train_step([stack(samples(tiny_config))])
+    state = backend.state()
+    other = {"momentum/model.norm.weight": torch.ones(32)}
+    with pytest.raises(CheckpointError, match=r"state has momentum.*another program"):
+        backend.restore(dataclasses.replace(state, optimizer=state.optimizer | other))
+
+
 def test_exported_weights_load_as_a_transformers_model(backend, tiny_config, tmp_path):
     backend.train_step([stack(samples(tiny_config))])
     write_model_folder(tmp_path / "out", backend.export_hf(), Path(tiny_config.model.path))

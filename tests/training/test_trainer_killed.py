@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def cases(tmp_path_factory):
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=580,
+        timeout=1450,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     return [json.loads(line) for line in done.stdout.splitlines()]
