@@ -143,6 +143,10 @@ def solved_turns(rows: Sequence[Row]) -> float | None:
     return median(turns) if turns else None
 
 
+def counted(turns: float) -> str:
+    return f"{turns:g} turn{'s' * (turns != 1)}"
+
+
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     shown = [row for row in rows if row.shown]
@@ -171,7 +175,7 @@ def finding(rows: Sequence[Row]) -> str:
     found = tails(rows)
     limits = [f"{whole_percent(x)} ended {LIMITS[c]}" for c, x in limit_shares(rows).items()]
     turns = solved_turns(rows)
-    told = [f"solved ones took a median of {turns:g} turns"] if turns is not None else []
+    told = [f"solved ones took a median of {counted(turns)}"] if turns is not None else []
     longest = max(row.end - row.start for row in rows)
     more = "; ".join([*limits, *told, f"the longest trajectory took {plot.spoken(longest)}"])
     return (

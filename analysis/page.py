@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -152,7 +153,7 @@ def _faults(run: Run) -> Table:
         title="Losses and faults",
         columns=("kind", "cause", "count", "example"),
         rows=tuple((row.kind, row.cause, f"{row.count:,}", row.detail[:300]) for row in rows),
-        note="" if rows else faults.FIGURE.missing,
+        note="" if rows else "Nothing was lost, and nothing broke.",
     )
 
 
@@ -204,7 +205,10 @@ def _hours(run: Run) -> Table:
 
 
 def _provenance(run: Run) -> Table:
-    facts = [(key, _plain(value)) for key, value in run.provenance.items()]
+    known = {key: value for key, value in run.provenance.items() if value is not None}
+    if isinstance(made := known.get("created"), int | float):
+        known["created"] = datetime.fromtimestamp(made).astimezone().isoformat(" ", "seconds")
+    facts = [(key, _plain(value)) for key, value in known.items()]
     facts.append(("events read", f"{len(run.store) + run.aside:,}"))
     facts.append(("event lines rejected", f"{sum(run.rejected.values()):,}"))
     return Table(title="Provenance", columns=("what", "value"), rows=tuple(facts))

@@ -55,7 +55,8 @@ def _caps_hit(run: Run) -> Iterator[Row]:
     }
     for cause, share in long_tail.limit_shares(rows).items() if rows else ():
         solved = long_tail.solved_turns(rows)
-        told = f"; solved ones took a median of {solved:g} turns" if solved is not None else ""
+        turns = "" if solved is None else long_tail.counted(solved)
+        told = f"; solved ones took a median of {turns}" if turns else ""
         best = cap_replay.best(cap_replay.table(run))
         change = (
             f"lower it: a cap of {best.cap:,} {best.what} saves {whole_percent(best.saved)} of "

@@ -41,7 +41,10 @@ def make_run(folder: Path, made: Made | None = None, *, seed: int = 0) -> Path:
 
 
 def write_provenance(folder: Path) -> None:
-    found = {"git": "41ba94f", "argv": ["agentrl", "demo"], "versions": {"torch": "2.13.0"}}
+    found = {
+        "git": "41ba94f", "argv": ["agentrl", "demo"], "versions": {"torch": "2.13.0"},
+        "created": BEGIN, "image": None,
+    }  # fmt: skip
     (folder / "provenance.json").write_text(json.dumps(found))
 
 

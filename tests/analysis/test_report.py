@@ -52,6 +52,12 @@ def test_the_page_is_in_the_runs_report_folder(page: Path) -> None:
     assert page.parts[-3:] == ("demo", "report", "index.html")
 
 
+def test_provenance_is_told_for_people(page: Path) -> None:
+    text = page.read_text()
+    assert re.search(r"<td>2023-11-1\d \d\d:\d\d:\d\d", text)
+    assert "None</td>" not in text
+
+
 def test_the_page_loads_nothing_from_elsewhere(page: Path) -> None:
     found = parse(page)
     assert found.loads == []
