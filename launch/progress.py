@@ -31,7 +31,10 @@ class EventTail:
         self._offsets: dict[Path, int] = {}
 
     def read(self) -> list[events.AnyEvent]:
-        """Return new whole lines of the kinds that are shown; a torn one waits for its rest."""
+        """Return new whole lines of the kinds that are shown, the oldest first.
+
+        A torn one waits for its rest.
+        """
         found: list[events.AnyEvent] = []
         for path in sorted(self._folder.glob("*.jsonl")):
             with path.open("rb") as file:
@@ -41,7 +44,7 @@ class EventTail:
             self._offsets[path] = self._offsets.get(path, 0) + whole
             new = [event for line in data[:whole].splitlines() if (event := _decode(line))]
             found += [_of_node(event, path) for event in new]
-        return found
+        return sorted(found, key=lambda event: event.end)
 
 
 def _of_node(event: events.AnyEvent, path: Path) -> events.AnyEvent:
@@ -63,7 +66,7 @@ def _decode(line: bytes) -> events.AnyEvent | None:
 
 @dataclass
 class Standing:
-    """What a person wants to see at a glance; `add` events in any order."""
+    """What a person wants to see at a glance; `add` events as they ended."""
 
     step: int = 0
     version: int = -1

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from agentrl import config as schema
@@ -208,6 +209,16 @@ def test_a_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
     standing.add(tail.read())
     assert (standing.trajectories, standing.drops) == (2, {"group: stale": 2})
     assert standing.trajectories_per_hour(at=136.0) == pytest.approx(200)
+
+
+def test_the_newest_step_counts_whatever_the_pids_of_the_trainers_were(tmp_path: Path) -> None:
+    for pid, step in ((2, 3), (1, 8)):
+        line = {"kind": "step", "step": step, "version": step, "end": 100.0 + step}
+        line |= dict.fromkeys(["wait_s", "logprob_s", "update_s", "publish_s"], 1)
+        (tmp_path / f"trainer-0-{pid}.jsonl").write_bytes(msgspec.json.encode(line) + b"\n")
+    standing = Standing()
+    standing.add(EventTail(tmp_path).read())
+    assert standing.step == 8
 
 
 def test_progress_into_a_pipe_is_lines(capsys: pytest.CaptureFixture[str]) -> None:
