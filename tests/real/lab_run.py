@@ -14,7 +14,7 @@ from typing import Any
 
 from agentrl import events
 from agentrl.audit import audit
-from agentrl.errors import ClusterError
+from agentrl.errors import ClusterError, WaitTimeout
 from launch.run_dir import RunDir
 from slurm import ledger, states
 from slurm.files import publish
@@ -25,6 +25,7 @@ from slurm.ledger import LedgerLine
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PATIENCE_S = 240.0
+LEAVE_S = 60.0
 ROLES_DONE = dict.fromkeys(["trainer-0", "inference-0", "inference-1", "inference-2"], "done")
 """What `causes` returns of a run of 3+1 nodes that went well."""
 CONFIG = """\
@@ -186,11 +187,18 @@ class LabRun:
         self.until(
             lambda: all(self.state(job) in states.ENDED for job in self.jobs), "end", limit_s
         )
-        assert self.leftovers() == []
+        self.until_gone()
         assert self.ledger(), self.log()
-        assert audit(self.run.path).problems == []
-        assert self.skipped() == []
+        problems = audit(self.run.path).problems
+        assert (problems, self.skipped()) == ([], []), f"{problems} {self.skipped()}"
         return self.ledger()[-1]
+
+    def until_gone(self) -> None:
+        """Wait until nothing of the run is left on any node."""
+        with contextlib.suppress(WaitTimeout):
+            wait_for(lambda: not self.leftovers(), LEAVE_S, "the end of all processes")
+        left = self.leftovers()
+        assert left == [], left
 
     def leftovers(self) -> list[str]:
         """Return the command lines, on any node, of what still belongs to the run."""

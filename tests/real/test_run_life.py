@@ -147,7 +147,7 @@ def test_a_cancelled_run_stays_cancelled_and_can_be_resumed(run: LabRun) -> None
     run.until_step(5)
     run.lab.run(["scancel", run.job])
     run.until(lambda: run.state() == "CANCELLED", "the job is cancelled")
-    assert run.leftovers() == []
+    run.until_gone()
     assert run.run.checkpoint_step() >= 4
     taken = len(run.steps())
     run.agentrl("resume", run.run.path)
