@@ -7,6 +7,7 @@ round several times, so that every line is of at least LEAST_LIVES. Beside it, w
 answers: `docker run -d` of a root with nothing but `sleep`, as many at a time as ours.
 
     python -m benchmarks.sandbox_lifecycle [--kind bubblewrap] [--environment E] [--at-once 16 64]
+        [--warm 8]
 """
 
 from __future__ import annotations
@@ -175,6 +176,7 @@ def measure(config: SandboxConfig, at_once: Sequence[int], docker: int) -> dict[
     return {
         "kind": config.kind,
         "starts_at_a_time": config.max_starts,
+        "warm": config.warm,
         "runs": runs,
         "docker_run_ms": theirs | {"n": len(seconds)} if seconds else why,
         "machine": f"{os.cpu_count()} CPUs, {platform.machine()}, load {os.getloadavg()[0]:.1f}",
@@ -187,6 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--environment", default="")
     parser.add_argument("--at-once", type=int, nargs="+", default=[16, 64, 128, 384])
     parser.add_argument("--max-starts", type=int, default=2 * (os.cpu_count() or 1))
+    parser.add_argument("--warm", type=int, default=0, help="sandbox.warm")
     parser.add_argument("--docker", type=int, default=32, help="containers to start; 0: none")
     given = parser.parse_args(argv)
     config = SandboxConfig(
@@ -194,6 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment=given.environment,
         shell="sh",
         max_starts=given.max_starts,
+        warm=given.warm,
         start_timeout_s=300.0,
     )
     found = measure(config, given.at_once, given.docker)
@@ -203,9 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for run in found["runs"]
         }
     print(json.dumps({name: value for name, value in found.items() if name != "runs"}, indent=2))
-    RESULTS.with_stem(f"sandbox_lifecycle_{given.kind}").write_text(
-        json.dumps(found, indent=2) + "\n"
-    )
+    name = f"sandbox_lifecycle_{given.kind}{'_warm' * bool(given.warm)}"
+    RESULTS.with_stem(name).write_text(json.dumps(found, indent=2) + "\n")
     return 0 if all(not any(run["left"].values()) for run in found["runs"]) else 1
 
 

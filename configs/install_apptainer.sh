@@ -16,7 +16,8 @@ FUSE=/dev/fuse
 KEYS=/usr/share/keyrings/debian-archive-keyring.gpg
 LIBEXEC=lib/x86_64-linux-gnu
 WORK=$(mktemp -d)
-trap 'rm -rf "$WORK" "$PREFIX.new"' EXIT
+NEW=$PREFIX.$$
+trap 'rm -rf "$WORK" "$NEW"' EXIT
 
 say() { printf 'install_apptainer: %s\n' "$*"; }
 fail() { printf 'install_apptainer: %s\n' "$*" >&2; exit 1; }
@@ -62,24 +63,24 @@ fetch() {
     done
 }
 
-# Lays in $PREFIX.new what will run in $PREFIX.
+# Lays in $NEW what will run in $PREFIX.
 assemble() {
-    mkdir -p "$PREFIX.new/glibc"
-    cp -a "$WORK/apptainer/usr/bin" "$WORK/apptainer/usr/lib" "$WORK/apptainer/etc" "$PREFIX.new"
-    cp -a "$WORK"/libc6/usr/lib/x86_64-linux-gnu/*.so* "$PREFIX.new/glibc"
+    mkdir -p "$NEW/glibc"
+    cp -a "$WORK/apptainer/usr/bin" "$WORK/apptainer/usr/lib" "$WORK/apptainer/etc" "$NEW"
+    cp -a "$WORK"/libc6/usr/lib/x86_64-linux-gnu/*.so* "$NEW/glibc"
     for program in bin/apptainer "$LIBEXEC/apptainer/bin/starter"; do
         patchelf --set-interpreter "$PREFIX/glibc/ld-linux-x86-64.so.2" \
-            --force-rpath --set-rpath "$PREFIX/glibc" "$PREFIX.new/$program"
+            --force-rpath --set-rpath "$PREFIX/glibc" "$NEW/$program"
     done
     # starter takes what is three folders above it for its prefix: here that is PREFIX/lib
-    mkdir -p "$PREFIX.new/var/lib/apptainer/mnt/session"
+    mkdir -p "$NEW/var/lib/apptainer/mnt/session"
     for folder in etc var bin; do
-        ln -s "../$folder" "$PREFIX.new/lib/$folder"
+        ln -s "../$folder" "$NEW/lib/$folder"
     done
-    ln -s . "$PREFIX.new/lib/lib"
+    ln -s . "$NEW/lib/lib"
     [ -d /run/systemd/system ] || # else each start asks a systemd that is not there
         sed -i 's/^systemd cgroups = yes/systemd cgroups = no/' \
-            "$PREFIX.new/etc/apptainer/apptainer.conf"
+            "$NEW/etc/apptainer/apptainer.conf"
 }
 
 install_unstable() {
@@ -89,7 +90,7 @@ install_unstable() {
         libsqlite3-0 patchelf
     fetch
     assemble
-    mv "$PREFIX.new" "$PREFIX"
+    mv -T "$NEW" "$PREFIX"
     runs || {
         rm -rf "$PREFIX"
         fail "unstable's package does not run here: $(cat "$WORK/said")"
@@ -109,5 +110,5 @@ else
     ln -sf "$PREFIX/bin/apptainer" "$LINK"
 fi
 # as udev has it; without udev it is root's alone, and no other user can mount an image
-[ ! -e "$FUSE" ] || chmod 666 "$FUSE"
+[ ! -e "$FUSE" ] || chmod 666 "$FUSE" || say "$FUSE stays root's alone"
 say "$(apptainer --version)"

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from agentrl.errors import SandboxStartError
 
-LAYERS = {"layer": "layer", "testbed-layer": "testbed/upper"}
-"""Folder of a saved image → folder of a sandbox's scratch."""
+LAYERS = {"layer": "layer/upper", "testbed-layer": "testbed/upper"}
+"""Folder of a saved image → folder of a sandbox's scratch; beside it the kernel keeps its own, that
+nobody may read.
+"""
 
 
 def save(scratch: Path, image: Path, to: Path, *, environment: str, how: str) -> None:
@@ -20,7 +22,7 @@ def save(scratch: Path, image: Path, to: Path, *, environment: str, how: str) ->
     """
     to.mkdir(mode=0o700, parents=True)
     (to / "environment").write_text(f"{environment}\n")
-    copy(scratch / "layer", to / "layer")
+    copy(scratch / LAYERS["layer"], to / "layer")
     if how == "copy":
         copy(scratch / "testbed/upper", to / "testbed")
     elif how == "overlay":
@@ -32,7 +34,8 @@ def restore(image: Path, scratch: Path) -> None:
     """Lay a saved image's layers into the scratch of a sandbox that has not started."""
     for name, folder in LAYERS.items():
         if (image / name).is_dir():
-            shutil.rmtree(scratch / folder)
+            if (scratch / folder).exists():
+                shutil.rmtree(scratch / folder)
             copy(image / name, scratch / folder)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from boxes import NO_APPTAINER, Box, needs_apptainer
-from users import NOBODY, as_nobody
+from users import NOBODY, as_nobody, needs_root
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import SandboxStartError, SandboxUnavailable
@@ -183,6 +183,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 
 @needs_apptainer
+@needs_root
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="`apt-get install squashfs-tools`")
 @pytest.mark.skipif(
@@ -193,7 +194,8 @@ def test_an_ordinary_user_has_a_sif_and_leaves_no_fuse_process(
     image: Path, apptainer_root: Path, open_folder: Path
 ) -> None:
     sif = open_folder / "environment.sqfs"
-    command = ["mksquashfs", str(apptainer_root), str(sif), "-quiet", "-no-progress", "-all-root"]
+    fast = ["-quiet", "-no-progress", "-noI", "-noD", "-noF", "-noX"]
+    command = ["mksquashfs", str(apptainer_root), str(sif), "-all-root", *fast]
     subprocess.run(command, check=True, capture_output=True)
     shutil.copytree(image, open_folder / "image", symlinks=True)
     (open_folder / "scratch").mkdir()

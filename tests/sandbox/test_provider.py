@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from users import NOBODY, as_nobody
+from users import NOBODY, as_nobody, needs_root
 
 from agentrl.config import SandboxConfig
 from agentrl.errors import ConfigError, SandboxUnavailable
@@ -146,6 +146,7 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
+@needs_root
 @pytest.mark.slow
 def test_an_ordinary_user_gets_the_same(image: Path, open_folder: Path) -> None:
     """An overlay over the user's own image, a copy of one that belongs to another."""

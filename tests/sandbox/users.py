@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 NOBODY = 65534
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0, reason="only root can become another user; the rest of the suite is the test"
+)
 
 
 def as_nobody(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program as an ordinary user; skip where that cannot be."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user; the rest of the suite is the test")
     for python in (sys.executable, "/usr/bin/python3"):
         if _run(python, "import agentrl.config").returncode == 0:
             return _run(python, program, *arguments)
