@@ -1,4 +1,8 @@
-"""A run directory as launchers see it: config, provenance, attempts, newest checkpoint."""
+"""A run directory as launchers see it: config, provenance, attempts, newest checkpoint.
+
+The schema is imported by what reads a config: it takes longer than all else here, and the first
+question of every batch script has no need of it.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +20,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
-from agentrl import config as schema
-from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, LaunchError
 from agentrl.handoff.publish import publish_bytes, publish_json
 from launch.jobs import living
 from slurm import exit_record, ledger
+
+if TYPE_CHECKING:
+    from agentrl.config import RunConfig
 
 STOP = "STOP"
 """A file of this name in a run directory asks its roles to save and end."""
@@ -74,12 +80,16 @@ class RunDir:
         return newest_step(self.path / "checkpoints")
 
     def write_config(self, config: RunConfig) -> None:
+        from agentrl import config as schema
+
         publish_bytes(self.path / "config.yaml", schema.to_yaml(config).encode())
 
 
 @functools.lru_cache(maxsize=8)
 def _loaded(path: Path, stamp: tuple[int, int]) -> RunConfig:
     """Read a config once for each publication of it: parsing takes a tenth of a second."""
+    from agentrl import config as schema
+
     del stamp
     return schema.load(path)
 
@@ -112,9 +122,8 @@ def create(
     Raises ConfigError if a run of that name has another config.
     """
     run = RunDir(config.run_dir.absolute())
-    path = run.path / "config.yaml"
-    if path.is_file():
-        differing = differences(schema.load(path), config)
+    if (run.path / "config.yaml").is_file():
+        differing = differences(run.config(), config)
         if differing:
             raise ConfigError(
                 f"run {run.path} exists with another config ({'; '.join(differing[:4])}); go on "
@@ -129,6 +138,8 @@ def create(
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
     """Return `key: old → new` for each key that differs; the folder itself does not count."""
+    from agentrl import config as schema
+
     keys = [key for key in schema.known_keys() if key not in ("runs_dir", "name")]
     pairs = [(key, schema.get(old, key), schema.get(new, key)) for key in keys]
     return [f"{key}: {was!r} → {now!r}" for key, was, now in pairs if was != now]

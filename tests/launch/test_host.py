@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,6 +170,12 @@ def test_the_script_says_who_asked_for_the_end(run: RunDir) -> None:
     asked = ["verdict", "--asked", "person", str(run.path), "1", "trainer", "0", "75"]
     assert host.main(asked) == 0
     assert ledger.read(run.path)[0].code == 75
+
+
+def test_the_first_question_of_a_batch_script_waits_for_no_heavy_import() -> None:
+    code = "import sys, launch.host; print({'omegaconf', 'jinja2', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_only_a_batch_script_begins_an_attempt() -> None:
