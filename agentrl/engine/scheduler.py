@@ -232,7 +232,8 @@ class Scheduler:
         """Load what was asked for, oldest first, once nothing runs or the engine is paused."""
         while self._updates and (self.paused or not (self.waiting or len(self.batch))):
             update = self._updates.pop(0)
-            update.done.set_result(self._load(update))
+            if update.done.set_running_or_notify_cancel():  # else who asked has left
+                update.done.set_result(self._load(update))
         if not self._updates and self._held:
             self.waiting += self._held
             self._held = []
@@ -263,6 +264,8 @@ class Scheduler:
         future: Future[Result] = Future()
 
         def act() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # who asked has left, as a probe does that nobody answered in time
             try:
                 future.set_result(action())
             except Exception as error:  # the caller's to handle: it waits on the future
