@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from agentrl.errors import SandboxStartError, SandboxUnavailable
 from agentrl.sandbox import lease
 from agentrl.sandbox.watch import end_commands
 
+log = logging.getLogger(__name__)
 PARTS = ("frames", "bounded", "confine", "executor")
 LAST_WORDS_S = 1.0
 """After a process's end, until who may still speak for it inside hears the end of its stdin: a
@@ -103,11 +105,12 @@ class Child:
         end_commands(self.pid)
 
     async def end(self, timeout_s: float) -> bool:
-        """Wait for the end without a thread, reap it, and say whether it came by itself."""
+        """Wait for the end without a thread, reap it, and say whether the executor came to it."""
         if not self._is_open:
             self._near.close()
         if await self._ended(timeout_s):
-            return True
+            return self._process.returncode == 0
+        log.warning("%s of pid %d did not end in %g s: killed", self.name, self.pid, timeout_s)
         for kill in (self.kill, self._process.terminate, self._process.kill):
             kill()
             if await self._ended(timeout_s):

@@ -179,6 +179,8 @@ class Container:
         if self._pump is not None:
             over = bool((await asyncio.wait([self._pump], timeout=timeout_s))[0])
             self._pump.cancel()
+            if not over:
+                log.warning("container %s did not end in %g s: removed", self._id[:12], timeout_s)
         await in_thread(remove, self._client, self._id)
         return over
 

@@ -161,10 +161,10 @@ class E2BSandbox:
         self._words = [self._folder, config.shell, *map(str, bounds(config))]
         """The executor's command, once its Python is known."""
         self._heart: asyncio.Task[None] | None = None
-        self._released: Callable[[], Awaitable[None]] | None = None
+        self._released: Callable[[bool], Awaitable[None]] | None = None
         self._closing: asyncio.Task[None] | None = None
 
-    def on_close(self, released: Callable[[], Awaitable[None]]) -> None:
+    def on_close(self, released: Callable[[bool], Awaitable[None]]) -> None:
         self._released = released
 
     def end_commands(self) -> None:
@@ -239,7 +239,7 @@ class E2BSandbox:
             log.warning("E2B sandbox %s was not ended: %s", self.id, error)
             return
         if self._released is not None:
-            await self._released()
+            await self._released(True)
 
     async def _beat(self) -> None:
         """Push the sandbox's end away three times a lease; what fails is tried at the next beat."""

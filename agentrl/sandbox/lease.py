@@ -190,9 +190,14 @@ def end_here(lease: Lease) -> int:
         while time.monotonic() < deadline and (left := _processes(lease)):
             ended |= set(left)
             kill(left)
-        if Path(lease.scratch).name.startswith(SCRATCH):
-            _remove_tree(Path(lease.scratch))
+        _remove_scratch(lease)
     return len(ended)
+
+
+def discard(leases: Path, lease: Lease) -> None:
+    """Remove the scratch and the lease of a sandbox whose processes have ended."""
+    _remove_scratch(lease)
+    remove(leases, lease)
 
 
 def host_id() -> str:
@@ -317,6 +322,11 @@ def _environment(pid: int) -> list[bytes]:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return []
+
+
+def _remove_scratch(lease: Lease) -> None:
+    if Path(lease.scratch).name.startswith(SCRATCH):
+        _remove_tree(Path(lease.scratch))
 
 
 def _remove_tree(folder: Path) -> None:

@@ -40,8 +40,8 @@ class Started(Repeatable, Protocol):
     def pid(self) -> int:
         """Its process on this machine; 0 when there is none."""
 
-    def on_close(self, released: Callable[[], Awaitable[None]]) -> None:
-        """Have `released` called once, when it has ended."""
+    def on_close(self, released: Callable[[bool], Awaitable[None]]) -> None:
+        """Have `released` called once, at the end, with whether no process can be left."""
 
     def end_commands(self) -> None:
         """End all that runs in it but its executor. Blocking."""
@@ -244,9 +244,12 @@ class Provider:
             watching = watch(self._open, self._backend.measure, limit_mb=self._config.disk_mb)
             self._watch = asyncio.ensure_future(watching)
 
-    async def _release(self, sandbox: Started) -> None:
+    async def _release(self, sandbox: Started, ended_well: bool) -> None:
         claim = self._open.pop(sandbox)
-        if claim.scratch:  # no namespace ends the processes of a lost executor
-            await in_thread(lease.end, self._leases, claim)
+        if claim.scratch:
+            # no namespace ends the processes of a lost executor; but the whole of a busy node's
+            # /proc is long to read, at each close
+            end = lease.discard if ended_well else lease.end
+            await in_thread(end, self._leases, claim)
         else:
             lease.remove(self._leases, claim)

@@ -64,7 +64,10 @@ class Host(Protocol):
         """End all that runs beside the executor, without asking it. Blocking."""
 
     async def end(self, timeout_s: float) -> bool:
-        """Wait until it has ended, by force after `timeout_s`; return whether none was needed."""
+        """Wait until it has ended, by force after `timeout_s`.
+
+        Returns whether it ended well, so that no process of it can be left.
+        """
 
 
 class ResidentSandbox:
@@ -90,14 +93,14 @@ class ResidentSandbox:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._closing: asyncio.Task[None] | None = None
-        self._released: Callable[[], Awaitable[None]] | None = None
+        self._released: Callable[[bool], Awaitable[None]] | None = None
 
     @property
     def pid(self) -> int:
         return self._host.pid
 
-    def on_close(self, released: Callable[[], Awaitable[None]]) -> None:
-        """Have `released` called once, when all processes have ended."""
+    def on_close(self, released: Callable[[bool], Awaitable[None]]) -> None:
+        """Have `released` called once, at the end, with whether no process can be left."""
         self._released = released
 
     def end_commands(self) -> None:
@@ -204,10 +207,9 @@ class ResidentSandbox:
         if self._writer is not None:
             self._writer.close()
         try:
-            if not await self._host.end(CLOSE_TIMEOUT_S):
-                log.warning("sandbox of pid %d did not end by itself; killed", self.pid)
+            ended_well = await self._host.end(CLOSE_TIMEOUT_S)
             if self._released is not None:
-                await self._released()
+                await self._released(ended_well)
         except OSError as error:
             log.warning("sandbox of pid %d: left for `agentrl sweep`: %s", self.pid, error)
 
