@@ -98,6 +98,11 @@ def check(config: RunConfig) -> None:
             f"agent.temperature={config.agent.temperature}: training samples, so must be over 0; "
             "evaluation.temperature=0 is the greedy one"
         )
+    if config.engine.sglang.routed_experts:
+        raise ConfigError(
+            "engine.sglang.routed_experts=true: no trajectory carries the engine's experts to the "
+            "trainer, whose router chooses anew; set false, and watch `gap` in the step's event"
+        )
     check_cluster(config.cluster)
     check_engine(config.engine)
     check_training(config.training)

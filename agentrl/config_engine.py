@@ -47,7 +47,7 @@ class SglangConfig:
     hierarchical_cache_gb: int = 0
     """Host memory of one engine for KV that left the GPU; 0 switches that off."""
     routed_experts: bool = False
-    """Make engines able to return which experts each token took."""
+    """Make engines able to return which experts each token took; refused, as none is replayed."""
     extra: list[str] = field(default_factory=list)
     """More flags, word for word."""
     environment: dict[str, str] = field(default_factory=dict)

@@ -31,7 +31,7 @@ bench() { # NAME SECONDS MODULE OPTIONS...
 nvidia-smi --query-gpu=name,driver_version --format=csv >"$out/gpus.txt" 2>&1 || rocm-smi >"$out/gpus.txt" 2>&1
 case $part in
 kernels)
-    run tests 180 "$python" -m pytest -q -m gpu -rs tests/training -k "not two_gpus"
+    run tests 180 "$python" -m pytest -q -m gpu -rs tests/training -k "not several_gpus"
     bench logprob_loss 240 logprob_loss --rounds 10
     bench experts_layer 60 experts_layer
     bench export_torch 60 export_push --layers 4 --rounds 3
@@ -49,7 +49,7 @@ step)
     done
     ;;
 two)
-    run tests_two 240 "$python" -m pytest -q -m gpu -rs tests/training -k two_gpus
+    run tests_two 240 "$python" -m pytest -q -m gpu -rs tests/training -k several_gpus
     bench export_push_torch 120 export_push --ranks 2 --layers 4 --rounds 3
     bench export_push_megatron 120 export_push --ranks 2 --layers 4 --rounds 3 --backend megatron
     ;;

@@ -8,6 +8,7 @@ import importlib.util
 import pytest
 from fabricate import fill_spool
 
+from agentrl.config_checks import check
 from agentrl.config_training import check_training
 from agentrl.errors import ConfigError, LaunchError
 from agentrl.events import NoEvents
@@ -63,6 +64,12 @@ def test_a_megatron_of_another_time_is_refused(tmp_path, monkeypatch, found):
 def test_a_cut_that_cannot_be_made_says_what_to_set(tiny_config, changes, words):
     with pytest.raises(ConfigError, match=words):
         check_training(dataclasses.replace(tiny_config.training, **changes))
+
+
+def test_experts_that_the_trainer_would_not_replay_are_not_asked_for(tiny_config):
+    tiny_config.engine.sglang.routed_experts = True
+    with pytest.raises(ConfigError, match=r"routed_experts=true.*router chooses anew"):
+        check(tiny_config)
 
 
 def take(config):

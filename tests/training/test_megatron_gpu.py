@@ -60,14 +60,23 @@ def test_on_a_gpu_megatron_is_as_near_to_float32_as_torch_is(tmp_path, family, l
         goes_on(ours, open_megatron(config), batches)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def gpus(number):
+    found = torch.cuda.device_count()
+    return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, {found} are here")
+
+
 @pytest.mark.parametrize(
-    ("tensor", "expert", "stages"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+    ("tensor", "expert", "stages", "number"),
+    [
+        *(pytest.param(*cut, 2, marks=gpus(2)) for cut in [(1, 1, 1), (2, 1, 1), (1, 2, 1)]),
+        *(pytest.param(*cut, 2, marks=gpus(2)) for cut in [(2, 2, 1), (1, 1, 2)]),
+        *(pytest.param(*cut, 4, marks=gpus(4)) for cut in [(2, 2, 2), (1, 2, 2)]),
+    ],
 )
-def test_two_gpus_do_what_one_does(tmp_path, tensor, expert, stages):
+def test_several_gpus_do_what_one_does(tmp_path, tensor, expert, stages, number):
     _, config = make_run(tmp_path, "qwen3_moe", "local")
     alone = learned(config)
-    config.training.ranks = 2
+    config.training.ranks = number
     config.training.tensor_parallel, config.training.expert_parallel = tensor, expert
     config.training.pipeline_parallel = stages
     together = learned(config)
