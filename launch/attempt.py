@@ -104,7 +104,7 @@ class Attempt:
             step_begin=self.step_begin,
             step_end=step,
             job=self.job,
-            restarts=_restarts(self.folder),
+            restarts=exit_record.restarts(self.folder),
             started=self.started,
             finished=time.time(),
         )
@@ -131,11 +131,6 @@ def records_of(folder: Path, newest: ExitRecord) -> tuple[ExitRecord, ...]:
             found.append(msgspec.json.decode(data, type=ExitRecord))
     others = [one for one in found if one != newest]
     return (*sorted(others, key=lambda one: one.ended), newest)
-
-
-def _restarts(folder: Path) -> int:
-    """Count the records that were set aside, ROLE-NODE.TRY.json."""
-    return sum(name.count(".") == 2 for name in os.listdir(folder / "exit"))
 
 
 def _number(value: object) -> float:

