@@ -6,6 +6,7 @@ import asyncio
 import base64
 import re
 import shutil
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
@@ -15,7 +16,7 @@ from typing import Any
 import aiohttp
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-START_S, CALL_S = 60.0, 120.0
+START_S, CALL_S, LOOK_S = 120.0, 240.0, 0.05
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
     "--remote-debugging-port=0", "--no-first-run", "--disable-extensions", "--hide-scrollbars",
@@ -35,7 +36,6 @@ class Page:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket, self._ids, self._session = socket, count(1), ""
         self.complaints: list[str] = []
-        self._events: list[str] = []
 
     async def attach(self) -> None:
         target = await self.call("Target.createTarget", url="about:blank")
@@ -69,11 +69,17 @@ class Page:
         )  # fmt: skip
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         await self.call("Emulation.setEmulatedMedia", features=features)
-        self._events.clear()
-        await self.call("Page.navigate", url=path.resolve().as_uri())
-        async with asyncio.timeout(CALL_S):
-            while "Page.loadEventFired" not in self._events:
-                self._hear(await self._socket.receive_json())
+        url = path.resolve().as_uri()
+        await self.call("Page.navigate", url=url)
+        await self._loaded(url)
+
+    async def _loaded(self, url: str) -> None:
+        """Wait until `url` is there; a load event may be that of the page before."""
+        ends = time.monotonic() + CALL_S
+        while await self.ask("document.readyState + ' ' + location.href") != f"complete {url}":
+            if time.monotonic() > ends:
+                raise TimeoutError(f"{url} was not loaded in {CALL_S:g} s")
+            await asyncio.sleep(LOOK_S)
 
     async def ask(self, expression: str) -> Any:
         """Return the value of a JavaScript expression."""
@@ -94,7 +100,6 @@ class Page:
 
     def _hear(self, message: dict[str, Any]) -> None:
         method, params = message.get("method", ""), message.get("params", {})
-        self._events.append(method)
         if method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):
             self.complaints.append(params["entry"]["text"])
         elif method == "Runtime.consoleAPICalled":

@@ -18,6 +18,7 @@ from analysis.report import FIGURES, write_report
 BROWSER = chromium.find()
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         BROWSER is None, reason=f"none of {', '.join(chromium.NAMES)} is on PATH: install chromium"
     ),

@@ -23,6 +23,8 @@ from agentrl.weights.version import Announced, publish_version
 
 VOCABULARY = 300
 CONTEXT = 256
+SERVED_CONTEXT = 1024
+"""Of servers: room for a request that outlasts a test process that has to wait for a core."""
 
 
 def make_model(folder: Path, seed: int) -> Path:
@@ -135,7 +137,7 @@ def start_server(model: Path, folder: Path, *flags: str) -> Server:
             *(sys.executable, "-m", "agentrl.engine.server", "--model", str(model)),
             *(
                 "--context-length",
-                str(CONTEXT),
+                str(SERVED_CONTEXT),
                 "--ready-file",
                 str(ready),
                 "--watch-stdin",

@@ -17,7 +17,7 @@ from agentrl.weights.version import tensor_checksum
 
 pytestmark = pytest.mark.slow  # a server in a process of its own
 
-LONG = 240
+LONG = 900
 """New tokens of a request that is still running when the next call arrives."""
 
 
@@ -114,7 +114,7 @@ def test_a_request_during_a_pause_is_held(server: Any, pool: ThreadPoolExecutor)
 
 def test_a_client_that_leaves_ends_its_request(server: Any) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    body = b'{"input_ids":[1],"sampling_params":{"max_new_tokens":250,"ignore_eos":true}}'
+    body = b'{"input_ids":[1],"sampling_params":{"max_new_tokens":1000,"ignore_eos":true}}'
     head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head + body)
@@ -194,10 +194,10 @@ def test_the_checksum_is_that_of_the_files(server: Any, model: Path) -> None:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"input_ids": [1] * 256}, "The input (256 tokens) is longer than the model's context"),
+        ({"input_ids": [1] * 1024}, "The input (1024 tokens) is longer than the model's context"),
         (
-            {"input_ids": [1] * 250, "sampling_params": {"max_new_tokens": 7}},
-            "exceeds the model's maximum context length of 256",
+            {"input_ids": [1] * 1018, "sampling_params": {"max_new_tokens": 7}},
+            "exceeds the model's maximum context length of 1024",
         ),
         ({"input_ids": []}, "input_ids is empty"),
         ({"input_ids": [300]}, "input_ids hold 300"),

@@ -116,10 +116,11 @@ def test_an_address_where_nobody_listens_is_named() -> None:
 
 def test_a_caller_that_gives_up_closes_its_connection_and_no_other() -> None:
     async def go() -> None:
-        gone = asyncio.Event()
+        come, gone = asyncio.Event(), asyncio.Event()
 
         async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             if await asked(reader) == b"first":
+                come.set()
                 assert await reader.read() == b""
                 gone.set()
             else:
@@ -128,6 +129,7 @@ def test_a_caller_that_gives_up_closes_its_connection_and_no_other() -> None:
         async with peer(act) as (url, _), Wire() as wire:
             first = asyncio.create_task(wire.post(url, "/generate", b"first"))
             assert await wire.post(url, "/generate", b"second") == (200, b"hello")
+            await asyncio.wait_for(come.wait(), 30)
             first.cancel()
             await asyncio.wait_for(gone.wait(), 30)
 
