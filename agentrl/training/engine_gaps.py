@@ -1,7 +1,8 @@
 """What each engine said of its own tokens against what the trainer says, over the newest steps.
 
-Like is compared with like: sequences as many versions behind. Where the policy has moved on, one
-engine's own past says nothing of its health, so a lone engine is judged by fresh sequences only.
+Like is compared with like: sequences as many versions behind, of the same steps. Where the policy
+has moved on, one engine's own past says nothing of its health, so a lone engine is judged by fresh
+sequences only.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from agentrl.engine.drift import outliers
+from agentrl.engine.drift import Gap, outliers
 from agentrl.handoff.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
-KEPT = 64
+KEPT = 256
 """Sequences of an engine that are remembered, of each age."""
 
 
@@ -30,20 +31,24 @@ class Origin:
     """Its address; empty where several engines took part, or the record does not say."""
     age: int
     """Versions between the trainer and its oldest token."""
+    draw: int
 
 
 @dataclass(kw_only=True, slots=True)
 class EngineGaps:
     max_drift: float
-    _gaps: dict[int, dict[tuple[int, str], deque[float]]] = field(
+    _step: int = 0
+    _gaps: dict[int, dict[tuple[int, str], deque[Gap]]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(lambda: deque(maxlen=KEPT)))
     )
     """By age, node and engine."""
 
     def take(self, origins: Sequence[Origin], gaps: Sequence[float]) -> None:
-        """Remember mean |trainer − engine|, nats a token, of each trajectory."""
-        for origin, gap in zip(origins, gaps, strict=True):
+        """Remember one step's mean |trainer − engine|, nats a token, of each trajectory."""
+        self._step += 1
+        for origin, nats in zip(origins, gaps, strict=True):
             if origin.engine:
+                gap = Gap(step=self._step, draw=origin.draw, nats=nats)
                 self._gaps[origin.age][origin.node, origin.engine].append(gap)
 
     def judge(self) -> dict[int, dict[str, str]]:
@@ -104,4 +109,4 @@ def origin_of(item: Trajectory, age: int) -> Origin:
         if message.extra is not None and message.extra.response is not None
     }
     engine = engines.pop() if len(engines) == 1 else ""
-    return Origin(node=item.node, engine=engine, age=age)
+    return Origin(node=item.node, engine=engine, age=age, draw=item.draw)

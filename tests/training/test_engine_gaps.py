@@ -10,6 +10,7 @@ import pytest
 from fabricate import make_group, make_trajectory
 
 from agentrl.engine import quarantine
+from agentrl.engine.drift import FEWEST_DRAWS
 from agentrl.events import NoEvents
 from agentrl.handoff.spool import SpoolWriter
 from agentrl.handoff.trajectory import Group
@@ -34,11 +35,13 @@ def sampled_by(engine, draw, attempt):
 
 
 def test_the_engine_that_is_far_off_is_named_to_its_node(tiny_config):
-    tiny_config.training.steps = tiny_config.training.groups_per_step = 1
-    engines = [FAR if attempt % 2 else NEAR for attempt in range(32)]
-    items = tuple(sampled_by(engine, 0, attempt) for attempt, engine in enumerate(engines))
-    group = Group(draw=0, task_id="task-0", trajectories=items)
-    SpoolWriter(tiny_config.run_dir / "spool", 0).write(group)
+    tiny_config.training.steps = 1
+    engines = [FAR if attempt % 2 else NEAR for attempt in range(4)]
+    tiny_config.training.groups_per_step = FEWEST_DRAWS
+    for draw in range(FEWEST_DRAWS):
+        items = tuple(sampled_by(engine, draw, at) for at, engine in enumerate(engines))
+        group = Group(draw=draw, task_id=f"task-{draw}", trajectories=items)
+        SpoolWriter(tiny_config.run_dir / "spool", 0).write(group)
     train(tiny_config, attempt=3, stop=lambda: False, events=NoEvents())
     [(engine, why)] = quarantine.asked(tiny_config.run_dir / "attempts" / "0003", 0).items()
     assert engine == FAR
@@ -54,22 +57,23 @@ def test_a_step_tells_the_gap_of_each_sample(tiny_config, tiny_model):
     assert backend.gaps == pytest.approx(apart, abs=1e-5)
 
 
-def taken(origin, gaps):
+def taken(gaps, *, age=0):
+    """What one engine's sequences, each of a draw of its own, leave behind."""
     found = EngineGaps(max_drift=8)
-    found.take([origin] * len(gaps), gaps)
+    numbers = range(len(gaps))
+    found.take([Origin(node=1, engine=NEAR, age=age, draw=draw) for draw in numbers], gaps)
     return found
 
 
 def test_a_lone_engine_is_judged_by_fresh_sequences_only():
     moved_on = [0.01] * 20 + [0.3] * 16
-    fresh, stale = (Origin(node=1, engine=NEAR, age=age) for age in (0, 1))
-    assert list(taken(fresh, moved_on).judge()) == [1]
-    assert taken(stale, moved_on).judge() == {}
+    assert list(taken(moved_on).judge()) == [1]
+    assert taken(moved_on, age=1).judge() == {}
 
 
 def test_an_engine_once_named_is_judged_anew():
-    gaps = taken(Origin(node=0, engine=NEAR, age=0), [0.01] * 20 + [0.3] * 16)
-    assert list(gaps.judge()[0]) == [NEAR]
+    gaps = taken([0.01] * 20 + [0.3] * 16)
+    assert list(gaps.judge()[1]) == [NEAR]
     assert gaps.judge() == {}
 
 
@@ -78,4 +82,4 @@ def test_sequences_of_several_engines_or_of_another_record_count_for_none():
     for messages in (record(NEAR, FAR), "{}", '{"messages": 3}'):
         assert origin_of(dataclasses.replace(item, messages=messages), 2).engine == ""
     once = dataclasses.replace(item, messages=record(NEAR, NEAR))
-    assert origin_of(once, 2) == Origin(node=0, engine=NEAR, age=2)
+    assert origin_of(once, 2) == Origin(node=0, engine=NEAR, age=2, draw=0)
