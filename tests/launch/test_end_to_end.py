@@ -20,7 +20,7 @@ from launch.run_dir import RunDir
 from slurm import ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
-STEPS = 10
+STEPS = 12
 CONFIG = """\
 extends: {root}/configs/models/tiny-qwen3.yaml
 name: tiny
@@ -33,7 +33,7 @@ rollout: {{concurrency: 8, attempts_per_task: 4}}
 sft: {{traces: 48, expert_accuracy: 0.5, epochs: 12}}
 training: {{steps: {steps}, groups_per_step: 2, checkpoint_every: 2}}
 evaluation: {{attempts: 2}}
-grace_s: 20
+grace_s: 40
 """
 Begin = Callable[..., "subprocess.Popen[str]"]
 ROOT = Path(__file__).parents[2]
