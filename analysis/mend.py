@@ -22,7 +22,12 @@ FAR_S = 400 * DAY_S
 """No run is that long, seconds."""
 LEAST_SKEW_S = 0.5
 """Clocks closer than this are left alone, seconds."""
-OF_ENGINES = (events.EngineState, events.EngineFault, events.EngineMetrics, events.VersionEvent)
+OF_ENGINES: tuple[type[events.Event], ...] = (
+    events.EngineState,
+    events.EngineFault,
+    events.EngineMetrics,
+    events.VersionEvent,
+)
 """Kinds whose `engine` is a name that a node gave."""
 LEAST_VERSIONS = 3
 """Versions that a node must have proved before its clock is called ahead."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -64,7 +65,7 @@ def test_the_numbers_are_those_of_the_report(run: RunDir) -> None:
     events.close()
     view = View(run)
     view.look()
-    numbers = summary.numbers(load_run(run.path))
+    numbers: Any = summary.numbers(load_run(run.path))
     told = shown(view, 100)
     assert f"{numbers['throughput']['trajectories_per_hour']:.0f} an hour" in told
     assert (numbers["step_time"]["trainer_idle"], "trainer idle    25 %" in told) == (0.25, True)
