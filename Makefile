@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 SGLANG_VENV ?= .venv-sglang
 SGLANG := $(SGLANG_VENV)/.installed
-SETUP := setup.cfg pyproject.toml constraints.txt configs/install.sh
+SETUP := setup.cfg pyproject.toml constraints.txt configs/install.sh configs/install_apptainer.sh
 
 # Many images set it; then each of the demo's dozen processes would compile torch and transformers
 # anew, 5 to 12 s each.

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 NO_APPTAINER = (
-    "apptainer is not on PATH: `apt-get install apptainer` (Debian 13, or Ubuntu's PPA), "
+    "apptainer is not on PATH: `sh configs/install_apptainer.sh` (Debian, root), "
     "`dnf install apptainer` (EPEL) or `conda install -c conda-forge apptainer`"
 )
 SKELETON = """\
