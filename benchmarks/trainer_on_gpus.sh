@@ -9,6 +9,13 @@
 set -u
 cd "$(dirname "$0")/.." || exit 2
 part=${1:-} out=${2:-results-gpu}
+case $part in
+kernels | step | two) ;;
+*)
+    sed -n '2,8p' "$0"
+    exit 2
+    ;;
+esac
 mkdir -p "$out" || exit 2
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3} failures=0
@@ -52,10 +59,6 @@ two)
     run tests_two 240 "$python" -m pytest -q -m gpu -rs tests/training -k several_gpus
     bench export_push_torch 120 export_push --ranks 2 --layers 4 --rounds 3
     bench export_push_megatron 120 export_push --ranks 2 --layers 4 --rounds 3 --backend megatron
-    ;;
-*)
-    sed -n '2,8p' "$0"
-    exit 2
     ;;
 esac
 echo "$failures failed"
