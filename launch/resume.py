@@ -16,7 +16,7 @@ from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.config_layers import laid_over
 from agentrl.errors import ConfigError
-from launch import cluster_run, image_run, submission, watch
+from launch import cluster_run, image_run, submission
 from launch.command import add_overrides, guard, parse, parser, say
 from launch.run_dir import RunDir, command_line, settled
 from slurm import ledger
@@ -49,7 +49,11 @@ def main(argv: Sequence[str]) -> int:
     say(f"run {run.path}, from step {run.checkpoint_step()}")
     if run.config().cluster.is_slurm:
         cluster_run.launch(run, command_line("resume", argv), began="resumed")
-        return watch.until_end(run) if given.wait else DONE
+        if not given.wait:
+            return DONE
+        from launch import watch  # it brings the report's reader
+
+        return watch.until_end(run)
     from launch.supervise import supervise
 
     return supervise(run, command_line("resume", argv), began="resumed")

@@ -16,7 +16,7 @@ from pathlib import Path
 from agentrl import config as schema
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError, TaskError
-from launch import cluster_run, image_run, submission, watch
+from launch import cluster_run, image_run, submission
 from launch.command import add_config, guard, parse, parser, say
 from launch.plan import check_caps
 from launch.run_dir import RunDir, command_line, create, settled
@@ -43,7 +43,11 @@ def main(argv: Sequence[str]) -> int:
     say(f"run {run.path}, starting model {run.config().model.path}")
     if config.cluster.is_slurm:
         cluster_run.launch(run, line, began="started")
-        return watch.until_end(run) if given.wait else DONE
+        if not given.wait:
+            return DONE
+        from launch import watch  # it brings the report's reader
+
+        return watch.until_end(run)
     from launch.supervise import supervise
 
     submission.refuse_if_living(run)

@@ -101,6 +101,7 @@ class View:
         self._is_new = False
         self._every_s = every_s
         self._ask_at = 0.0
+        self._live.read()
         self._count()
 
     def look(self) -> bool:

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     *needs_apptainer,
 ]
-SHORT = ("cluster.time_min=1", "cluster.signal_s=20", "grace_s=8")
+SHORT = ("cluster.time_min=2", "cluster.signal_s=60")
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +92,14 @@ def test_every_role_runs_in_the_image_on_3_and_1_nodes(run: LabRun, image: Path)
 def test_signals_reach_a_role_in_its_image_and_the_requeued_job_goes_on(
     run: LabRun, image: Path
 ) -> None:
-    run.train("training.steps=90", *SHORT, *inside(image))
+    run.hold(4)
+    run.train("training.steps=12", *SHORT, *inside(image))
     last = run.finish()
     first = run.ledger()[0]
     assert (first.action, first.code) == ("requeue", 0)
     assert "ahead of a time limit" in first.ended
-    assert first.step_end > 0
-    assert (last.action, last.step_end) == ("done", 90)
+    assert first.step_end == 3
+    assert (last.action, last.step_end) == ("done", 12)
 
 
 def test_a_damaged_image_is_refused_before_anything_is_queued(run: LabRun, image: Path) -> None:
