@@ -112,4 +112,7 @@ def test_root_on_debian_installs_what_the_tests_need(machine: Path) -> None:
     done = install(machine, "python3", venv.parent, "dev")
     assert done.returncode == 0, done.stderr
     assert "slurm-client" in (machine / "asked").read_text()
-    assert "without it: its tests will be skipped. install_apptainer: only for amd64, not riscv64" in done.stdout
+    assert (
+        "without it: its tests will be skipped. install_apptainer: only for amd64, not riscv64"
+        in done.stdout
+    )
