@@ -17,6 +17,7 @@ from agentrl.errors import TaskError, TooManyInfraFailures
 from agentrl.events import EventWriter, TrajectoryEvent, read_folder
 from agentrl.handoff.spool import list_spool, read_group
 from agentrl.rollout.node import run_node
+from agentrl.rollout.view import EnginesFile
 from agentrl.rollout.worker import STOPPED
 from agentrl.tasks.prepare import prepare
 from agentrl.weights.version import publish_version, reannounce
@@ -51,7 +52,7 @@ def settings(data, runs=None):
     return config
 
 
-def publish(config, version, done=False):
+def publish(config, version, done=False, consumed=()):
     model = AutoModelForCausalLM.from_pretrained(config.model.path)
     return publish_version(
         config.run_dir / "weights",
@@ -61,7 +62,7 @@ def publish(config, version, done=False):
         step=version,
         tensors=model.named_parameters(),
         model_folder=Path(config.model.path),
-        consumed=[[0, 2]] if version else [],
+        consumed=list(consumed),
         done=done,
     )
 
@@ -78,6 +79,13 @@ def begin(config):
             events=EventWriter(config.run_dir / "events", "inference", node="0"),
         )
     )
+
+
+def engines_of(config):
+    """Return what the node tells its workers of its engines now."""
+    file = EnginesFile(config.run_dir / "attempts" / "0001", 0)
+    file.urls()
+    return file
 
 
 async def until(condition, running):
@@ -104,10 +112,13 @@ def test_a_node_serves_versions_and_restarts_a_killed_worker(data, tmp_path):
         running = begin(config)
         publish(config, 0)
         await until(lambda: len(list_spool(spool)) == 6, running)
+        first = engines_of(config).weights()
         killed = workers()[0]
         os.kill(killed, signal.SIGKILL)
         await until(lambda: len(set(workers()) - {killed}) == 2, running)
-        announced = publish(config, 1)
+        announced = publish(config, 1, consumed=[])
+        await until(lambda: engines_of(config).weights() != first, running)
+        reannounce(config.run_dir / "weights", announced, consumed=[[0, 2]])
         await until(lambda: len(list_spool(spool)) == 9, running)
         reannounce(config.run_dir / "weights", announced, done=True)
         return await running
