@@ -129,3 +129,7 @@ class QueryError(InfraError, ConnectionError):
     """Slurm could not be asked for the state of a job. It says nothing about the job."""
 
     cause = "slurm"
+
+
+NEVER_MENDS = (ConfigError, TaskError, TemplateError, SandboxUnavailable)
+"""What a process that starts again would raise again: a person has to change something first."""

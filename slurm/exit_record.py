@@ -16,14 +16,11 @@ from pathlib import Path
 import msgspec
 
 from agentrl.errors import (
-    ConfigError,
+    NEVER_MENDS,
     InfraError,
     Interrupted,
     LaunchError,
     RecordError,
-    SandboxUnavailable,
-    TaskError,
-    TemplateError,
     TooManyInfraFailures,
     WaitTimeout,
 )
@@ -63,7 +60,7 @@ def classify(error: BaseException) -> tuple[int, str]:
     """Return (exit code, cause) of what a role raised."""
     if isinstance(error, Interrupted):
         return SAVED, "saved"
-    if isinstance(error, ConfigError | TaskError | TemplateError | SandboxUnavailable):
+    if isinstance(error, NEVER_MENDS):
         return USAGE, "usage"
     if isinstance(error, TooManyInfraFailures):
         return FAILED, "infra_limit"

@@ -19,15 +19,7 @@ from pathlib import Path
 
 from agentrl import config as configs
 from agentrl.config import RunConfig
-from agentrl.errors import (
-    AgentRLError,
-    ConfigError,
-    SandboxUnavailable,
-    TaskError,
-    TemplateError,
-    TooManyInfraFailures,
-    WaitTimeout,
-)
+from agentrl.errors import NEVER_MENDS, AgentRLError, TooManyInfraFailures, WaitTimeout
 from agentrl.events import EventWriter, Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.handoff.spool import list_spool
@@ -42,8 +34,8 @@ from agentrl.tasks.task import Task
 
 log = logging.getLogger(__name__)
 DONE, STOPPED, HOPELESS = 0, 75, 76
-NEVER_MENDS = (ConfigError, TaskError, TemplateError, SandboxUnavailable, TooManyInfraFailures)
-"""What a worker that started again would raise again; `classify` of slurm knows them, too."""
+TOLD = (*NEVER_MENDS, TooManyInfraFailures)
+"""What a worker hands up to its node, which does not start it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +172,7 @@ def failure_file(attempt_dir: Path, node: int, worker: int) -> Path:
 def failure_of(attempt_dir: Path, node: int, worker: int) -> AgentRLError:
     """Return what a worker process raised before it ended with HOPELESS."""
     record = json.loads(failure_file(attempt_dir, node, worker).read_bytes())
-    kinds = {kind.__name__: kind for kind in NEVER_MENDS}
+    kinds = {kind.__name__: kind for kind in TOLD}
     return kinds[record["error"]](record["message"])
 
 
@@ -209,8 +201,8 @@ def main(arguments: Sequence[str]) -> int:
                 events=events,
             )
         )
-    except NEVER_MENDS as error:
-        kind = next(kind for kind in NEVER_MENDS if isinstance(error, kind))
+    except TOLD as error:
+        kind = next(kind for kind in TOLD if isinstance(error, kind))
         record = {"error": kind.__name__, "message": str(error)}
         publish_json(failure_file(attempt_dir, node, worker), record)
         return HOPELESS
