@@ -161,6 +161,7 @@ class Step(Event, tag="step", frozen=True):
     update_s: float
     publish_s: float
     checkpoint_s: float = 0.0
+    """Of the checkpoint after the step before: this step's is written once this event is."""
     metrics: dict[str, float] = {}
     """Named by training/loop.py: reward, loss, grad_norm, entropy, ess, gap, staleness, …"""
 
@@ -235,6 +236,13 @@ class EventWriter:
     def write(self, event: Event) -> None:
         self._file.write(_encoder.encode(event) + b"\n")
 
+    def sync(self) -> None:
+        """Have all that was written outlive this node, as a kill of the process it does anyway.
+
+        Called ahead of what makes it count: a checkpoint, a group.
+        """
+        os.fsync(self._file.fileno())
+
     def close(self) -> None:
         self._file.close()
 
@@ -259,6 +267,9 @@ class NoEvents:
 
     def write(self, event: Event) -> None:
         del event
+
+    def sync(self) -> None:
+        return None
 
     def close(self) -> None:
         return None

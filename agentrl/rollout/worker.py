@@ -81,6 +81,7 @@ class Worker:
         group = await run_group(
             self.shop, draw, task, attempts=config.rollout.attempts_per_task, slots=slots
         )
+        await asyncio.to_thread(self.shop.events.sync)  # a group that counts has been told of
         await self.sender.write(group)
 
     async def _until_startable(self, draw: int, slots: asyncio.Semaphore) -> bool:

@@ -186,17 +186,18 @@ class _Trainer:
         if self.meter is not None:
             metrics |= self.meter.speed(batch.samples, self.clock.laps["update"])
         is_last = self.step >= self.config.training.steps
-        if is_last:
-            self.save()  # before it is announced as done
-            self.clock.lap("checkpoint")
-        self.publish()
-        self.clock.lap("publish")
+        if not is_last:
+            self.publish()
+            self.clock.lap("publish")
         if self.writer.is_done:
             self.saved(None)  # raises what went wrong with it
-        if not is_last and self.step % self.config.training.checkpoint_every == 0:
+        self.report(metrics)  # before the checkpoint from which a next life would not take it again
+        if is_last:
+            self.save()  # before it is announced as done
+            self.publish()
+        elif self.step % self.config.training.checkpoint_every == 0:
             self.save(waits=not self.config.training.checkpoint_in_background)
             self.clock.lap("checkpoint")
-        self.report(metrics)
 
     def skip(self, batch: Batch, error: DivergedError) -> None:
         """Consume a batch whose gradient is no number; the weights stand. Raises after too many."""
@@ -313,6 +314,7 @@ class _Trainer:
             ranks=training.ranks,
             limit_s=training.checkpoint_timeout_s,
         )
+        self.events.sync()  # what this checkpoint covers is told, though the node dies
         with quiet(self.weights, longest_s=training.checkpoint_timeout_s):
             checkpoint.complete(temporary, state, files, self.events)
         return state.consumed.keys()

@@ -5,11 +5,11 @@ import os
 import time
 
 import pytest
-from rollout_toys import ToyAgent, ToyProvider, shop, task
+from rollout_toys import ToyAgent, ToyEvents, ToyProvider, shop, task
 
 from agentrl.config import RunConfig
 from agentrl.errors import RecordError, TooManyInfraFailures, WaitTimeout
-from agentrl.events import NoEvents
+from agentrl.events import GroupEvent, NoEvents
 from agentrl.handoff.socket_receiver import SocketReceiver
 from agentrl.handoff.socket_sender import SocketSender
 from agentrl.handoff.spool import SpoolWriter, delete, list_spool, read_group
@@ -126,6 +126,24 @@ def test_a_worker_goes_as_far_ahead_as_allowed_and_ends_when_the_trainer_is_done
 
     assert asyncio.run(run()) == 0
     assert read_group(list_spool(spool)[2]).trajectories[0].cause == "submitted"
+
+
+def test_a_group_is_told_for_good_before_the_trainer_can_find_it(tmp_path, work):
+    trainer = Trainer(tmp_path)
+    spool, safe = tmp_path / "spool", set()
+
+    class Teller(ToyEvents):
+        def sync(self):
+            safe.update({one.draw for one in self.of(GroupEvent)} - set(list_spool(spool)))
+
+    async def run():
+        running = asyncio.create_task(work(events=Teller()))
+        await until(lambda: len(list_spool(spool)) == 4)
+        trainer.announce(done=True)
+        return await running
+
+    assert asyncio.run(run()) == 0
+    assert safe == {0, 1, 2, 3}
 
 
 def test_a_resumed_worker_makes_exactly_the_missing_draws(tmp_path, work):

@@ -73,7 +73,7 @@ def test_a_run_takes_its_steps_and_announces_the_last_as_done(tiny_config, event
 def test_step_events_hold_the_metrics_and_the_times(tiny_config, events):
     fill_spool(tiny_config, range(6), rewards=(1, 0, None, 1))
     go(tiny_config, events=events)
-    step = steps_of(events)[1]
+    _, step, later = steps_of(events)
     names = "reward loss grad_norm entropy ess gap clip_fraction staleness_mean staleness_max"
     names += " zero_signal tokens padding lr groups infra_sandbox_lost"
     assert set(names.split()) <= step.metrics.keys()
@@ -82,7 +82,7 @@ def test_step_events_hold_the_metrics_and_the_times(tiny_config, events):
     assert step.metrics["staleness_max"] == 1
     assert step.update_s > 0
     assert step.publish_s > 0
-    assert step.checkpoint_s > 0
+    assert later.checkpoint_s > 0
 
 
 def test_the_trainer_says_when_it_writes_so_that_no_engine_restarts(tiny_config, tiny_model):
@@ -101,9 +101,30 @@ def test_the_trainer_says_when_it_writes_so_that_no_engine_restarts(tiny_config,
 
     backend = Publisher(tiny_model, tiny_config)
     train(tiny_config, attempt=1, stop=lambda: False, events=Reader(), backend=backend)
-    start, step, saved = [True], [True, False], [True, True, False]
-    assert writing == start + step + saved + saved
+    start, step, saved, done = [True], [True, False], [True, False, True], [False, True, True]
+    assert writing == start + step + saved + done
     assert not is_quiet(weights)
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_step_is_told_for_good_before_the_checkpoint_that_covers_it(tiny_config, in_background):
+    tiny_config.training.checkpoint_every = 1
+    tiny_config.training.checkpoint_in_background = in_background
+    fill_spool(tiny_config, range(6))
+    told, synced, seen = [], [], []
+
+    class Teller(ev.NoEvents):
+        def write(self, event):
+            if isinstance(event, ev.Step):
+                told.append(event.step)
+            elif isinstance(event, ev.CheckpointEvent):
+                seen.append((event.step, event.step in synced))
+
+        def sync(self):
+            synced.extend(told)
+
+    go(tiny_config, events=Teller())
+    assert seen == [(1, True), (2, True), (3, True)]
 
 
 def test_groups_that_cannot_be_trained_are_filtered_with_their_reasons(tiny_config, events):
