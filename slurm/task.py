@@ -139,7 +139,8 @@ def kill_marked(mark: str, *, rounds: int = 20) -> int:
     """SIGKILL every process, but this one, that inherited `mark`; return how many were found.
 
     It looks again until none is left, since a process may fork while the others are killed.
-    Sandboxes start with an empty environment: bubblewrap ends them with their parent.
+    Sandboxes start with an empty environment: bubblewrap ends them with their parent, and who
+    plays a role sweeps what that leaves.
     """
     wanted = f"{MARK}={mark}".encode()
     total = 0

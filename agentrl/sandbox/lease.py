@@ -111,25 +111,41 @@ def path_of(leases: Path, lease: Lease) -> Path:
 
 def sweep(leases: Path) -> list[str]:
     """End and remove what no living owner claims; return a line for each lease removed."""
-    removed = []
     for path in leases.glob("*.tmp"):  # of one who was killed while it wrote
         if _is_old(path):
             path.unlink(missing_ok=True)
-    for path in sorted(leases.glob("*.json")):
-        lease = read(path)
-        if lease is None:
-            log.warning("%s is not a lease; left as it is", path)
-            continue
-        if _is_claimed(lease):
-            continue
+    removed, unclaimed = [], _unclaimed(leases)
+    found = marks() if unclaimed else set()
+    for path, lease in unclaimed:
         what = f"sandboxes of {lease.kind}" if lease.kind else "processes"
         try:
-            ended = end(leases, lease)
+            ended = 0 if _is_over(lease, found) else end_here(lease)
+            remove(leases, lease)
         except (SandboxUnavailable, OSError) as error:  # one that cannot be must not keep the rest
             log.warning("%s of run %s is left as it is: %s", lease.owner, lease.run, error)
             continue
         removed.append(f"{lease.owner} of run {lease.run}: {ended} {what} ended ({path.name})")
     return removed
+
+
+def _unclaimed(leases: Path) -> list[tuple[Path, Lease]]:
+    found = []
+    for path in sorted(leases.glob("*.json")):
+        lease = read(path)
+        if lease is None:
+            log.warning("%s is not a lease; left as it is", path)
+        elif not _is_claimed(lease):
+            found.append((path, lease))
+    return found
+
+
+def _is_over(lease: Lease, found: set[str]) -> bool:
+    """Whether nothing is left to end. found: the marks seen since its owner died.
+
+    After a crash there may be hundreds of leases, and the whole of /proc is long to read for each.
+    """
+    is_here = lease.host == host_id() and not lease.kind and not lease.scratch
+    return is_here and lease.id not in found and not _first(lease)
 
 
 def sweep_scratch(parent: Path) -> list[str]:
@@ -222,6 +238,14 @@ def marked(lease_id: str) -> list[int]:
     return [pid for pid in _pids() if mark in _environment(pid)]
 
 
+def marks() -> set[str]:
+    """Return the ids of the leases whose marks processes of this host carry."""
+    sign = f"{MARK}=".encode()
+    words = (word for pid in _pids() for word in _environment(pid))
+    own = (word.removeprefix(sign) for word in words if word.startswith(sign))
+    return {word.decode(errors="replace") for word in own}  # what a command sets may be anything
+
+
 def descendants(*pids: int) -> set[int]:
     """Return `pids` and all processes below them."""
     parents = {one: _stat(one, PARENT) for one in _pids()}
@@ -250,16 +274,20 @@ def _is_claimed(lease: Lease) -> bool:
 def _processes(lease: Lease) -> list[int]:
     """Return what still runs of a sandbox; its first pid only if that is the same process still.
 
-    With a scratch there may be no pid namespace, so the mark finds who left the first process, or
-    that itself where its owner died before it wrote its pid down. The first process led a session,
-    and FUSE's, whose environment is empty, are in it still.
+    The mark finds who left the first process, and that itself where its owner died before it wrote
+    its pid down. A bwrap that is killed as it starts leaves its child: that waits for a word of it
+    for ever, and has not asked yet to die with it. The first process led a session, and FUSE's,
+    whose environment is empty, are in it still.
     """
-    own = [lease.pid] if lease.pid and start_time(lease.pid) == lease.pid_start else []
+    own = [*_first(lease), *marked(lease.id)]
     if lease.scratch:
-        own += marked(lease.id)
         sessions = {lease.pid, *(_stat(pid, SESSION) for pid in own)} - {0, -1}
         own += [pid for pid in _pids() if _is_fuse(pid) and _stat(pid, SESSION) in sessions]
     return [pid for pid in own if start_time(pid)]
+
+
+def _first(lease: Lease) -> list[int]:
+    return [lease.pid] if lease.pid and start_time(lease.pid) == lease.pid_start else []
 
 
 def _is_fuse(pid: int) -> bool:

@@ -209,8 +209,8 @@ class Provider:
         claim = replace(claim, scratch=self._backend.scratch(claim))
         sandbox: Started | None = None
         try:
-            if claim.scratch or claim.kind:  # before there is anything: a crash leaves a lease
-                await in_thread(lease.publish, self._leases, claim)
+            # before there is anything: a crash leaves a lease
+            await in_thread(lease.publish, self._leases, claim)
             if claim.scratch:
                 await in_thread(lease.make_scratch, claim)
             sandbox = await self._backend.create(image, claim)
@@ -246,10 +246,7 @@ class Provider:
 
     async def _release(self, sandbox: Started, ended_well: bool) -> None:
         claim = self._open.pop(sandbox)
-        if claim.scratch:
-            # no namespace ends the processes of a lost executor; but the whole of a busy node's
-            # /proc is long to read, at each close
-            end = lease.discard if ended_well else lease.end
-            await in_thread(end, self._leases, claim)
-        else:
-            lease.remove(self._leases, claim)
+        # who came to its own end has left nothing, and the whole of a busy node's /proc is long to
+        # read, at each close; a service has ended its own
+        is_over = ended_well or bool(claim.kind)
+        await in_thread(lease.discard if is_over else lease.end, self._leases, claim)

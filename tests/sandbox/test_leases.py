@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -99,6 +100,72 @@ def test_a_sweep_after_sigkill_of_the_owner_leaves_nothing(
             await until(owner.has_left_nothing, in_thread=True)
 
     asyncio.run(main())
+
+
+SLOW_BWRAP = """#!{python}
+import fcntl, os, sys
+words = sys.argv[1:]
+if "/.image" in words:  # a sandbox: the first bwrap has a word to say to a full pipe first
+    reader, writer = os.pipe()
+    os.write(writer, bytes(fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)))
+    os.set_inheritable(reader, True)
+    os.set_inheritable(writer, True)
+    words = ["--info-fd", str(writer), *words]
+os.execv({bwrap!r}, ["bwrap", *words])
+"""
+
+
+@pytest.fixture
+def slow_bubble(bubble: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A box whose bwrap never gets to tell the child that it has made to go on."""
+    fake = tmp_path / "bin" / "bwrap"
+    fake.parent.mkdir()
+    fake.write_text(SLOW_BWRAP.format(python=sys.executable, bwrap=shutil.which("bwrap")))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(fake.parent), prepend=os.pathsep)
+    return bubble
+
+
+def halves(box: Any) -> list[int]:
+    """Return the pids of bwrap and of the child that it has made, once there are both."""
+    ids = [path.stem for path in box.leases.glob("*.json")]
+    found = [pid for one in ids for pid in lease.marked(one)]
+    if len(found) < 2:
+        return []
+    return sorted(found, key=lambda pid: len(psutil.Process(pid).parents()))
+
+
+def test_what_bwrap_leaves_where_its_owner_dies_as_it_starts_is_swept(
+    slow_bubble: Any, tmp_path: Path
+) -> None:
+    async def main() -> list[int]:
+        owner = Owner(slow_bubble, tmp_path)
+        try:
+            await until(lambda: halves(slow_bubble), in_thread=True)
+            pids = halves(slow_bubble)
+        finally:
+            owner.process.kill()
+            await asyncio.to_thread(owner.process.communicate)
+        return pids
+
+    pids = asyncio.run(main())
+    assert lease.start_time(pids[1])  # it would wait for ever
+    assert len(lease.sweep(slow_bubble.leases)) >= 1
+    assert [lease.start_time(pid) for pid in pids] == [0, 0]
+
+
+def test_what_bwrap_leaves_where_it_is_killed_as_it_starts_is_ended(slow_bubble: Any) -> None:
+    async def body(provider: SandboxProvider) -> list[int]:
+        starting = asyncio.create_task(provider.start(slow_bubble.image, owner="0/0/0"))
+        await until(lambda: halves(slow_bubble), in_thread=True)
+        pids = halves(slow_bubble)
+        os.kill(pids[0], signal.SIGKILL)
+        starting.cancel()
+        await asyncio.wait({starting})
+        return pids
+
+    pids = slow_bubble.provider(body)
+    assert [lease.start_time(pid) for pid in pids] == [0, 0]
 
 
 def test_leases_tell_which_sandboxes_were_swept(leases: Path, sleeper: Any) -> None:
