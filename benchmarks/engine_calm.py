@@ -167,7 +167,7 @@ class Calm:
         update = asyncio.create_task(supervisor.update(announced))
         if push is not None:
             await asyncio.sleep(LATE * self.config.hang_s if way.startswith("late") else 0)
-            why = await asyncio.to_thread(pusher.send, push, tensors)
+            why = await asyncio.to_thread(pusher.send, push, tensors.items())
             if why:
                 self.faults.details.append(f"push of version {version}: {why}")
         await update

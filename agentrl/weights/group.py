@@ -3,11 +3,17 @@
 Joined as SGLang's engines join theirs (init_custom_process_group), so that a trainer of ours meets
 them: one store, the group's name as prefix, no default group. Both ends must set NCCL_CUMEM_ENABLE
 alike; SGLang sets 0, and so do our roles.
+
+Waits over NCCL block and raise: by torch's default an engine that dies in the middle of a broadcast
+would take the trainer with it, for its watchdog thread ends the whole process.
 """
 
 from __future__ import annotations
 
 import datetime
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]  # not in its __all__
@@ -40,18 +46,34 @@ def join(
     store: Store, name: str, *, rank: int, size: int, backend: str, timeout_s: float
 ) -> dist.ProcessGroup:
     """Return the group once all are there. Raises RuntimeError when some are not in time."""
-    group, _ = distributed_c10d._new_process_group_helper(
-        size,
-        rank,
-        [],
-        backend,
-        PrefixStore(name, store),
-        group_name=name,  # type: ignore[arg-type, unused-ignore]  # a NewType of str
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+    with _blocking_waits():
+        group, _ = distributed_c10d._new_process_group_helper(
+            size,
+            rank,
+            [],
+            backend,
+            PrefixStore(name, store),
+            group_name=name,  # type: ignore[arg-type, unused-ignore]  # a NewType of str
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
     assert isinstance(group, dist.ProcessGroup)
     distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}
     return group
+
+
+@contextmanager
+def _blocking_waits() -> Iterator[None]:
+    """Make it so for the group that is made in the block; torch reads the variable then."""
+    name = "TORCH_NCCL_BLOCKING_WAIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def leave(group: dist.ProcessGroup) -> None:

@@ -6,8 +6,10 @@ that did not get it whole loads it from there.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import uuid
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from agentrl.weights import group as groups
-from agentrl.weights.push import Push, buckets_of, first_ranks, members, tell_push
+from agentrl.weights.push import Bucket, Push, buckets_of, first_ranks, members, tell_push
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +69,32 @@ class Pusher:
         tell_push(self.run_dir / "weights", self._push)
         return self._push
 
-    def send(self, push: Push, tensors: dict[str, Tensor]) -> str:
-        """Send what was announced; return why it failed, empty if it did not."""
+    def send(self, push: Push, tensors: Iterable[tuple[str, Tensor]]) -> str:
+        """Send what was announced, in its order; return why it failed, empty if it did not.
+
+        One bucket is in memory at a time. `tensors` is not begun unless all have met; once begun
+        it is read to its end, for it may be a gathering that the trainer's other ranks are in.
+        """
         try:
             if self._group is None:
                 self._group = self._join(push)
+        except RuntimeError as error:  # gloo's and NCCL's, of one that never came
+            return self._gave_up(push, error)
+        coming = iter(tensors)
+        try:
             for bucket in push.buckets:
-                self._send([tensors[name] for name in bucket.names], self._group)
-        except RuntimeError as error:  # gloo's and NCCL's, of one that left or never came
-            log.warning("push of version %d: %s; engines load it from disk", push.version, error)
-            self.close()
-            return str(error)
+                self._send(_next(coming, bucket), self._group)
+        except RuntimeError as error:  # of one that left
+            return self._gave_up(push, error)
+        finally:
+            for _ in coming:
+                pass
         return ""
+
+    def _gave_up(self, push: Push, error: RuntimeError) -> str:
+        log.warning("push of version %d: %s; engines load it from disk", push.version, error)
+        self.close()
+        return str(error)
 
     def close(self) -> None:
         """Tear the group down."""
@@ -104,3 +120,10 @@ class Pusher:
         for work in works:
             assert work is not None  # it is with async_op
             work.wait()
+
+
+def _next(coming: Iterator[tuple[str, Tensor]], bucket: Bucket) -> list[Tensor]:
+    taken = dict(itertools.islice(coming, len(bucket.names)))
+    if list(taken) != bucket.names:
+        raise ValueError(f"a bucket of {bucket.names} was announced, and {list(taken)} came")
+    return list(taken.values())

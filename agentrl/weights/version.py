@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,6 +41,8 @@ __all__ = [
 ]
 
 LATEST = "LATEST.json"
+Offer = Callable[[dict[str, "torch.Tensor"]], str]
+"""Given a version's tensors, on the CPU, prepares another way for them; returns the transport."""
 Stamp = tuple[int, int, int]
 WEIGHTS_FILE = "model.safetensors"
 COPIED = ("config.json", "generation_config.json")
@@ -101,9 +103,9 @@ def publish_version(
     model_folder: Path,
     consumed: list[list[int]],
     done: bool = False,
-    transport: str = "disk",
+    transport: str | Offer = "disk",
 ) -> Announced:
-    """Write `weights/v…/` whole, then announce it.
+    """Write `weights/v…/` whole, ask an offer for its transport, then announce the version.
 
     A folder of that version from an earlier launch attempt is used as it is when its bytes are the
     same, else replaced. Raises PublishError when the disk refuses; what was announced before stays
@@ -128,7 +130,7 @@ def publish_version(
             sizes={name: (target / name).stat().st_size for name in files},
             consumed=consumed,
             done=done,
-            transport=transport,
+            transport=transport if isinstance(transport, str) else transport(named),
         )
         announce(weights, announced)
     except (OSError, SafetensorError) as error:

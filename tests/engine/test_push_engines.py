@@ -144,7 +144,7 @@ class Trainer:
         announced = self.announce(version, tensors, "collective")
         before_it()
         update = asyncio.create_task(self.supervisor.update(announced))
-        why = await asyncio.to_thread(self.pusher.send, push, tensors)
+        why = await asyncio.to_thread(self.pusher.send, push, tensors.items())
         await update
         return why
 

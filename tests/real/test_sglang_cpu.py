@@ -172,7 +172,7 @@ class Case:
         assert len(push.buckets) > 1
         announced = self.announce(source, version, transport)
         update = asyncio.create_task(self.supervisor.update(announced))
-        why = await asyncio.to_thread(pusher.send, push, tensors)
+        why = await asyncio.to_thread(pusher.send, push, tensors.items())
         await update
         pusher.close()
         return why
