@@ -16,7 +16,12 @@ from agentrl.errors import LaunchError
 from launch.run_dir import RunDir
 
 POLL_S = 5.0
-"""Between two listings of the run's attempts; a later one takes longer than that to do anything."""
+"""Between two listings of the run's attempts; a later one takes longer than that to do anything.
+
+Each listing opens the folder anew. Of Linux's NFS client that is a question to the server, as the
+opening of a file is (close-to-open), so no cache of attributes makes it old; but on a mount with
+`nocto` it may be, by up to acdirmax, a minute. Source: fs/nfs/dir.c, nfs_lookup_verify_inode.
+"""
 log = logging.getLogger(__name__)
 
 

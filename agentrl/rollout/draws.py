@@ -6,9 +6,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 def task_of(draw: int, tasks: int, seed: int) -> int:
@@ -129,4 +131,6 @@ class DrawSet:
 
 @lru_cache(maxsize=4)
 def _permutation(epoch: int, tasks: int, seed: int) -> NDArray[np.int64]:
+    import numpy as np  # most who ask for a set of draws deal none
+
     return np.random.default_rng([seed, epoch]).permutation(tasks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import os
 import signal
@@ -18,11 +19,12 @@ from agentrl.errors import LaunchError
 from agentrl.events import Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
-from agentrl.rollout.worker import DONE, HOPELESS, STOPPED, failure_of, run_worker
+from agentrl.rollout.worker_end import DONE, HOPELESS, STOPPED, told
 from agentrl.weights import push
 from agentrl.weights.quiet import is_quiet
 
 log = logging.getLogger(__name__)
+WORKER = "agentrl.rollout.worker"
 MAX_CRASHES = 3
 """Crashes of one worker process, within one launch attempt, before the role gives up."""
 
@@ -61,27 +63,19 @@ async def run_node(
         return stop() or ending.is_set()
 
     try:
-        await supervisor.start(view.refresh())
+        starting = asyncio.create_task(supervisor.start(view.refresh()))
+        is_alone = config.rollout.workers == 1
+        if is_alone:  # meanwhile, for it takes a while
+            await asyncio.to_thread(importlib.import_module, WORKER)
+        await starting
         follower = asyncio.create_task(_follow(config, supervisor, view, attempt_dir, node))
-        if config.rollout.workers == 1:
-            workers = asyncio.create_task(
-                run_worker(
-                    config,
-                    node=node,
-                    worker=0,
-                    attempt=attempt,
-                    run_dir=run_dir,
-                    urls=supervisor.urls,
-                    weights=supervisor.weights,
-                    stop=is_stopping,
-                    events=events,
-                )
+        if is_alone:
+            work = _run_here(
+                config, node, attempt, run_dir, is_stopping, supervisor=supervisor, events=events
             )
         else:
-            workers = asyncio.create_task(
-                _run_processes(config, node, attempt, run_dir, is_stopping)
-            )
-        return await _first_of(follower, workers, ending)
+            work = _run_processes(config, node, attempt, run_dir, is_stopping)
+        return await _first_of(follower, asyncio.create_task(work), ending)
     finally:
         await supervisor.close()
 
@@ -113,7 +107,7 @@ async def _follow(
     """Bring the engines to each announced version, and tell worker processes who serves it."""
     current = view.announced
     file = EnginesFile(attempt_dir, node)
-    told: tuple[list[str], str] | None = None
+    said: tuple[list[str], str] | None = None
     members: dict[str, str] | None = None
     has_told_suspect = False
     while True:
@@ -132,15 +126,41 @@ async def _follow(
             push.tell_members(attempt_dir, node, now)
             members = now
         state = (supervisor.urls(), supervisor.weights())
-        if config.rollout.workers > 1 and state != told:
+        if config.rollout.workers > 1 and state != said:
             file.publish(*state)
-            told = state
+            said = state
         await asyncio.sleep(POLL_S)
 
 
 def suspect_file(attempt_dir: Path, node: int) -> Path:
     """Where a node says why the next launch attempt should stay away from it."""
     return attempt_dir / f"suspect-{node}.json"
+
+
+async def _run_here(
+    config: RunConfig,
+    node: int,
+    attempt: int,
+    run_dir: Path,
+    stop: Callable[[], bool],
+    *,
+    supervisor: EngineSupervisor,
+    events: Writer,
+) -> int:
+    """Be the node's only worker."""
+    from agentrl.rollout.worker import run_worker  # not ahead of the engines' start
+
+    return await run_worker(
+        config,
+        node=node,
+        worker=0,
+        attempt=attempt,
+        run_dir=run_dir,
+        urls=supervisor.urls,
+        weights=supervisor.weights,
+        stop=stop,
+        events=events,
+    )
 
 
 async def _run_processes(
@@ -181,7 +201,7 @@ async def _keep(
         if code in (DONE, STOPPED):
             return code
         if code == HOPELESS:
-            raise failure_of(attempt_dir, node, worker)
+            raise told(attempt_dir, node, worker)
         log.warning("worker %d of node %d ended with %d, crash %d", worker, node, code, crash + 1)
         if stop():
             return STOPPED
@@ -196,7 +216,7 @@ async def _run_process(
 ) -> int:
     """Run one worker process to its end; a stop is a SIGTERM, and SIGKILL after `grace_s`."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agentrl.rollout.worker"),
+        *(sys.executable, "-m", WORKER),
         *(str(run_dir), *map(str, ids), str(os.getpid())),
     )
     try:

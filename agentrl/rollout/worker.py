@@ -7,7 +7,6 @@ it ends by itself once PARENT, a process id, is no longer its parent.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -19,23 +18,20 @@ from pathlib import Path
 
 from agentrl import config as configs
 from agentrl.config import RunConfig
-from agentrl.errors import NEVER_MENDS, AgentRLError, TooManyInfraFailures, WaitTimeout
+from agentrl.errors import WaitTimeout
 from agentrl.events import EventWriter, Writer
-from agentrl.handoff.publish import publish_json
 from agentrl.handoff.spool import list_spool
 from agentrl.rollout.attempt import Workshop
 from agentrl.rollout.draws import may_start, shard, task_of
 from agentrl.rollout.group import run_group
 from agentrl.rollout.sender import GroupSender, open_sender
 from agentrl.rollout.view import POLL_S, EnginesFile, TrainerView
+from agentrl.rollout.worker_end import DONE, HOPELESS, STOPPED, TOLD, tell
 from agentrl.rollout.workshop import open_workshop
 from agentrl.tasks.load import load_split
 from agentrl.tasks.task import Task
 
 log = logging.getLogger(__name__)
-DONE, STOPPED, HOPELESS = 0, 75, 76
-TOLD = (*NEVER_MENDS, TooManyInfraFailures)
-"""What a worker hands up to its node, which does not start it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,18 +161,6 @@ async def run_worker(
         ).run()
 
 
-def failure_file(attempt_dir: Path, node: int, worker: int) -> Path:
-    """Where a worker process that ends with HOPELESS leaves why."""
-    return attempt_dir / f"worker-{node}-{worker}.json"
-
-
-def failure_of(attempt_dir: Path, node: int, worker: int) -> AgentRLError:
-    """Return what a worker process raised before it ended with HOPELESS."""
-    record = json.loads(failure_file(attempt_dir, node, worker).read_bytes())
-    kinds = {kind.__name__: kind for kind in TOLD}
-    return kinds[record["error"]](record["message"])
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run a worker process."""
     run_dir = Path(arguments[0])
@@ -203,9 +187,7 @@ def main(arguments: Sequence[str]) -> int:
             )
         )
     except TOLD as error:
-        kind = next(kind for kind in TOLD if isinstance(error, kind))
-        record = {"error": kind.__name__, "message": str(error)}
-        publish_json(failure_file(attempt_dir, node, worker), record)
+        tell(attempt_dir, node, worker, error)
         return HOPELESS
     finally:
         events.close()

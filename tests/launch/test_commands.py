@@ -48,12 +48,21 @@ def test_help_names_every_command_and_imports_nothing_heavy() -> None:
 @pytest.mark.slow
 def test_an_inference_node_starts_its_engines_without_importing_torch_itself() -> None:
     """Four CPU seconds of each node, before its first engine."""
-    code = (
-        "import sys, launch.roles, agentrl.rollout.node, agentrl.rollout.worker;"
-        "print({'torch', 'transformers'} & set(sys.modules))"
-    )
+    imported = "launch.roles, agentrl.rollout.node, agentrl.rollout.worker"
+    assert loaded(imported, "torch", "transformers") == "set()\n"
+
+
+@pytest.mark.slow
+def test_an_inference_node_starts_its_engines_before_it_imports_what_a_worker_needs() -> None:
+    own = "launch.roles, agentrl.rollout.node"
+    assert loaded(own, "agentrl.rollout.worker", "numpy", "pyarrow", "jinja2") == "set()\n"
+
+
+def loaded(imported: str, *names: str) -> str:
+    """Return which of these modules a process has that imports those."""
+    code = f"import sys, {imported}; print(set({names}) & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    return done.stdout
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -18,7 +18,7 @@ from agentrl.events import EventWriter, TrajectoryEvent, read_folder
 from agentrl.handoff.spool import list_spool, read_group
 from agentrl.rollout.node import run_node
 from agentrl.rollout.view import EnginesFile
-from agentrl.rollout.worker import STOPPED
+from agentrl.rollout.worker_end import STOPPED
 from agentrl.tasks.prepare import prepare
 from agentrl.weights.version import publish_version, reannounce
 
