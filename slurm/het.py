@@ -15,7 +15,6 @@ HetLocalExecutor is the sibling with the same job interface, on one machine.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import os
 import shutil
@@ -86,6 +85,8 @@ class HetSlurmExecutor(core.Executor):
             if name == "array_parallelism":
                 raise LaunchError(f"{name}: {NO_ARRAYS}")
             if name not in VALID:
+                import difflib
+
                 near = difflib.get_close_matches(name, VALID, n=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
                 raise LaunchError(

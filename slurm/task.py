@@ -7,7 +7,6 @@ and is killed once the role has ended. The role itself runs the function and wri
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import signal
@@ -174,6 +173,8 @@ def _environment_has(pid: int, wanted: bytes) -> bool:
 def _die_with_parent(number: int) -> None:
     """Have the kernel send `number` when the parent dies; elsewhere the keeper's poll sees it."""
     if sys.platform == "linux":
+        import ctypes
+
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
