@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
@@ -43,8 +43,12 @@ class _Logprob(msgspec.Struct, array_like=True, gc=False):
     value: float
 
 
+class _Finish(msgspec.Struct):
+    type: Finish
+
+
 class _Meta(msgspec.Struct):
-    finish_reason: dict[str, Any]
+    finish_reason: _Finish
     cached_tokens: int = 0
     weight_version: str = "0"
     weight_versions: list[_Span] = []
@@ -53,7 +57,24 @@ class _Meta(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[int]
+    output_ids: tuple[int, ...]
+
+
+class _Params(msgspec.Struct, kw_only=True, omit_defaults=True):
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+    sampling_seed: int | None = None
+
+
+class _Request(msgspec.Struct, kw_only=True, omit_defaults=True):
+    input_ids: list[int]
+    sampling_params: _Params
+    rid: str
+    return_logprob: bool
+    logprob_start_len: int
+    extra_key: str | None = None
 
 
 _ANSWERS = msgspec.json.Decoder(_Answer)
@@ -61,11 +82,11 @@ _ANSWERS = msgspec.json.Decoder(_Answer)
 
 @dataclass(slots=True)
 class _Reply:
-    """The reply so far, joined from parts."""
+    """The reply so far, joined from parts. Tuples: most replies have one part, copied never."""
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[VersionSpan] = field(default_factory=list)
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    spans: tuple[VersionSpan, ...] = ()
     cached: int | None = None
 
     def add(self, answer: _Answer) -> None:
@@ -74,7 +95,7 @@ class _Reply:
         if self.cached is None:
             self.cached = meta.cached_tokens
         self.tokens += answer.output_ids
-        self.logprobs += [one.value for one in meta.output_token_logprobs]
+        self.logprobs += tuple([one.value for one in meta.output_token_logprobs])
         count = len(answer.output_ids)
         whole = [_Span(version=meta.weight_version, start=0, end=count)]
         for span in meta.weight_versions or whole:
@@ -84,14 +105,14 @@ class _Reply:
 
     def _span(self, version: int, start: int, end: int) -> None:
         if self.spans and self.spans[-1].version == version:
-            start = self.spans.pop().start
-        self.spans.append(VersionSpan(version=version, start=start, end=end))
+            start, self.spans = self.spans[-1].start, self.spans[:-1]
+        self.spans += (VersionSpan(version=version, start=start, end=end),)
 
     def generation(self, finish: Finish, url: str) -> Generation:
         return Generation(
-            token_ids=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.spans),
+            token_ids=self.tokens,
+            logprobs=self.logprobs,
+            versions=self.spans,
             finish=finish,
             cached_tokens=self.cached or 0,
             engine=url,
@@ -118,7 +139,7 @@ class EngineClient:
         self._config = config
         self._events = events or NoEvents()
         self._weights = weights
-        self._wire = Wire()
+        self._wire = Wire(timeout_s=config.request_timeout_s)
 
     async def __aenter__(self) -> Self:
         return self
@@ -150,11 +171,10 @@ class EngineClient:
         reply, fruitless = _Reply(), 0
         while True:
             before = len(reply.tokens)
-            url, answer = await self._send(
-                input_ids + reply.tokens, sampling, budget - before, trajectory
-            )
+            ids = [*input_ids, *reply.tokens] if before else input_ids
+            url, answer = await self._send(ids, sampling, budget - before, trajectory)
             reply.add(answer)
-            kind = answer.meta_info.finish_reason["type"]
+            kind = answer.meta_info.finish_reason.type
             if kind != "abort":
                 return reply.generation(kind, url)
             if len(reply.tokens) >= budget:
@@ -201,12 +221,11 @@ class EngineClient:
         )
 
     async def _post(self, url: str, payload: bytes) -> _Answer:
-        async with asyncio.timeout(self._config.request_timeout_s):
-            status, body = await self._wire.post(url, "/generate", payload)
+        status, body = await self._wire.post(url, "/generate", payload)
         if status == 503:
             raise _Busy(body.decode(errors="replace")[:200])
         if status in ABORTED and b"was aborted" in body:
-            return _Answer(meta_info=_Meta(finish_reason={"type": "abort"}), output_ids=[])
+            return _Answer(meta_info=_Meta(finish_reason=_Finish(type="abort")), output_ids=())
         if status != 200:
             raise RequestRefused(
                 f"{url} answered {status} to /generate: {body.decode(errors='replace')[:500]}"
@@ -221,24 +240,21 @@ class EngineClient:
         return answer
 
     def _payload(self, ids: list[int], sampling: Sampling, budget: int) -> bytes:
-        params: dict[str, object] = {
-            "max_new_tokens": budget,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
-        if sampling.seed is not None:
-            params["sampling_seed"] = sampling.seed
-        body: dict[str, object] = {
-            "input_ids": ids,
-            "sampling_params": params,
-            "rid": f"{uuid.uuid4().hex}-",  # aborts match by prefix; the dash ends it
-            "return_logprob": True,
-            "logprob_start_len": -1,
-        }
-        if self._weights is not None:
-            body["extra_key"] = self._weights()
-        return msgspec.json.encode(body)
+        request = _Request(
+            input_ids=ids,
+            sampling_params=_Params(
+                max_new_tokens=budget,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                stop_token_ids=sampling.stop_token_ids,
+                sampling_seed=sampling.seed,
+            ),
+            rid=f"{os.urandom(16).hex()}-",  # aborts match by prefix; the dash ends it
+            return_logprob=True,
+            logprob_start_len=-1,
+            extra_key=None if self._weights is None else self._weights(),
+        )
+        return msgspec.json.encode(request)
 
     async def _wait_for_engine(self, trajectory: str, avoid: set[str]) -> str:
         deadline = time.monotonic() + self._config.start_timeout_s

@@ -81,11 +81,13 @@ class _Connection(asyncio.Protocol):
             self._kept.remove(self)
         self._fail(ConnectionResetError(f"closed before the answer was whole: {error or 'EOF'}"))
 
-    async def ask(self, request: bytes) -> tuple[int, bytes]:
-        """Return status and body. Raises ConnectionError."""
+    async def ask(self, request: bytes, *, timeout_s: float) -> tuple[int, bytes]:
+        """Return status and body. Raises ConnectionError, TimeoutError."""
         if self._transport is None:
             raise ConnectionResetError("closed while nobody used it")
-        answer = self._answer = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer = self._answer = loop.create_future()
+        timer = loop.call_later(timeout_s, self._fail, TimeoutError())
         try:
             self._transport.write(request)
             await answer
@@ -93,6 +95,7 @@ class _Connection(asyncio.Protocol):
             self.close()
             raise
         finally:
+            timer.cancel()
             self._answer = None
         return self._taken()
 
@@ -116,7 +119,7 @@ class _Connection(asyncio.Protocol):
 
     def _taken(self) -> tuple[int, bytes]:
         """Return the answer, and wait for the next request, or close."""
-        head, whole = self._head, bytes(self._received[self._start :])
+        head, whole = self._head, bytes(memoryview(self._received)[self._start :])
         assert head is not None  # its end was seen
         self._received, self._head = bytearray(), None
         if head.is_last or len(whole) > head.length:
@@ -125,16 +128,20 @@ class _Connection(asyncio.Protocol):
             self._kept.append(self)
         return head.status, whole[: head.length]
 
-    def _fail(self, error: ConnectionError) -> None:
+    def _fail(self, error: ConnectionError | TimeoutError) -> None:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
         self.close()
 
 
 class Wire:
-    """Connections to any number of servers; as many at once as there are requests."""
+    """Connections to any number of servers; as many at once as there are requests.
 
-    def __init__(self) -> None:
+    timeout_s: longest wait for an answer, once its request is sent.
+    """
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._kept: defaultdict[str, list[_Connection]] = defaultdict(list)
 
     async def __aenter__(self) -> Self:
@@ -149,8 +156,8 @@ class Wire:
         """Send JSON to `path` of `url`; return status and body.
 
         Raises ConnectionError where nobody listens, or the server goes before all of its answer
-        came. Servers close connections that rest: one that proves closed is no answer, and another
-        is opened. A caller that is cancelled closes its connection.
+        came; TimeoutError. Servers close connections that rest: one that proves closed is no
+        answer, and another is opened. A caller that is cancelled closes its connection.
         """
         where = urlsplit(url)
         request = b"POST %s HTTP/1.1\r\nHost: %s\r\nContent-Type: application/json\r\n" % (
@@ -160,11 +167,11 @@ class Wire:
         while kept := self._kept[url]:
             rested = kept.pop()
             try:
-                return await rested.ask(request)
+                return await rested.ask(request, timeout_s=self._timeout_s)
             except ConnectionResetError:
                 if not rested.is_silent:
                     raise
-        return await (await self._open(url)).ask(request)
+        return await (await self._open(url)).ask(request, timeout_s=self._timeout_s)
 
     async def _open(self, url: str) -> _Connection:
         where, kept = urlsplit(url), self._kept[url]

@@ -60,7 +60,7 @@ def post(act: Peer, times: int = 1) -> tuple[list[tuple[int, bytes]], int]:
     """Return the answers, one after the other, and how many connections they took."""
 
     async def go() -> tuple[list[tuple[int, bytes]], int]:
-        async with peer(act) as (url, seen), Wire() as wire:
+        async with peer(act) as (url, seen), Wire(timeout_s=30) as wire:
             return [await wire.post(url, "/generate", b"{}") for _ in range(times)], len(seen)
 
     return asyncio.run(asyncio.wait_for(go(), 30))
@@ -107,11 +107,29 @@ def test_an_address_where_nobody_listens_is_named() -> None:
     async def go() -> None:
         async with peer(answers(OK)) as (url, _):
             pass
-        async with Wire() as wire:
+        async with Wire(timeout_s=30) as wire:
             await wire.post(url, "/generate", b"{}")
 
     with pytest.raises(ConnectionError, match=r"connecting to http://127.0.0.1:\d+: "):
         asyncio.run(go())
+
+
+def test_an_answer_that_takes_too_long_is_a_timeout_and_closes_its_connection() -> None:
+    async def go() -> None:
+        gone = asyncio.Event()
+
+        async def act(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asked(reader)
+            writer.write(OK[:-1])
+            assert await reader.read() == b""
+            gone.set()
+
+        async with peer(act) as (url, _), Wire(timeout_s=0.05) as wire:
+            with pytest.raises(TimeoutError):
+                await wire.post(url, "/generate", b"{}")
+            await asyncio.wait_for(gone.wait(), 30)
+
+    asyncio.run(go())
 
 
 def test_a_caller_that_gives_up_closes_its_connection_and_no_other() -> None:
@@ -126,7 +144,7 @@ def test_a_caller_that_gives_up_closes_its_connection_and_no_other() -> None:
             else:
                 writer.write(OK)
 
-        async with peer(act) as (url, _), Wire() as wire:
+        async with peer(act) as (url, _), Wire(timeout_s=30) as wire:
             first = asyncio.create_task(wire.post(url, "/generate", b"first"))
             assert await wire.post(url, "/generate", b"second") == (200, b"hello")
             await asyncio.wait_for(come.wait(), 30)
@@ -146,7 +164,7 @@ def test_answers_to_many_at_once_go_to_those_who_asked() -> None:
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
 
     async def go() -> None:
-        async with peer(echo) as (url, seen), Wire() as wire:
+        async with peer(echo) as (url, seen), Wire(timeout_s=30) as wire:
             for _ in range(3):
                 bodies = [str(one).encode() for one in range(200)]
                 got = await asyncio.gather(*(wire.post(url, "/", body) for body in bodies))
