@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 class Started(Repeatable, Protocol):
     """A sandbox that runs on its back end and has still to boot."""
 
+    how: str
+    """How its testbed is laid; empty until it has booted."""
     full: str
     """Set by a watch: why no command runs any more."""
 
@@ -246,7 +248,8 @@ class Provider:
 
     async def _release(self, sandbox: Started, ended_well: bool) -> None:
         claim = self._open.pop(sandbox)
-        # who came to its own end has left nothing, and the whole of a busy node's /proc is long to
-        # read, at each close; a service has ended its own
-        is_over = ended_well or bool(claim.kind)
+        # who came to its own end has left nothing; nor has who had booted and needs no scratch, for
+        # the kernel ends its namespace with it; a service ends its own. The whole of a busy node's
+        # /proc is long to read, at each close
+        is_over = ended_well or bool(claim.kind) or (bool(sandbox.how) and not claim.scratch)
         await in_thread(lease.discard if is_over else lease.end, self._leases, claim)
