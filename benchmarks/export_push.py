@@ -7,7 +7,8 @@ run has it: FSDP2 (`torch`), or experts over all ranks (`megatron`). Timed is th
 export: every weight whole under its Hugging Face name on rank 0, each dropped when the next comes;
 push: rank 0 sends the whole model in buckets to all others, which stand for engines (2 ranks and
 more; benchmarks.engine_push has real engines, and one GPU).
-Against, on the same ranks and as many bytes: a copy on one device, and an all-gather of buckets.
+Against, on the same ranks and as many bytes: an all-gather of buckets (export; a copy on the device
+where there is one rank), and a broadcast of buckets that lie ready (push).
 `--device cpu` goes over gloo with a tiny model: that the way works, not how fast it is.
 """
 
@@ -34,6 +35,7 @@ from agentrl.config import RunConfig
 from agentrl.training import ranks
 from agentrl.training.backends import follow, open_backend
 from agentrl.weights.push import buckets_of
+from agentrl.weights.pusher import room_for, send_buckets
 from benchmarks.logprob_loss import command, versions
 
 BUCKET_BYTES = 512 << 20
@@ -85,13 +87,15 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-def send(tensors: dict[str, Tensor]) -> None:
-    """Broadcast from rank 0 in buckets, as weights.pusher does."""
-    for bucket in buckets_of(tensors.items(), BUCKET_BYTES):
-        works = [dist.broadcast(tensors[name], 0, async_op=True) for name in bucket.names]
-        for work in works:
-            assert work is not None  # it is with async_op
-            work.wait()
+def send(tensors: dict[str, Tensor], world: ranks.World) -> None:
+    """Broadcast from rank 0 in buckets, as weights.pusher does; be an engine on the others."""
+    buckets = buckets_of(tensors.items(), BUCKET_BYTES)
+    if world.leads:
+        send_buckets(buckets, iter(tensors.items()), None, world.device)
+        return
+    for bucket in buckets:
+        flat, _ = room_for(bucket.dtypes, bucket.shapes, str(world.device))
+        dist.broadcast(flat, 0)
 
 
 def gather(size: int, device: torch.device) -> Work:
@@ -104,6 +108,17 @@ def gather(size: int, device: torch.device) -> Work:
     def run() -> None:
         for _ in range(max(1, size // (share * world))):
             dist.all_gather_into_tensor(whole, mine)
+
+    return run
+
+
+def broadcast(size: int, device: torch.device) -> Work:
+    """Return broadcasts of `size` bytes in all from rank 0, a bucket at a time."""
+    bucket = torch.zeros(min(BUCKET_BYTES, size), dtype=torch.uint8, device=device)
+
+    def run() -> None:
+        for _ in range(max(1, size // len(bucket))):
+            dist.broadcast(bucket, 0)
 
     return run
 
@@ -174,18 +189,20 @@ def together(
     found = {"copy": median_s(copy(size, world.device), rounds)}
     if world.size > 1:
         ordered = dict(sorted(named.items()))  # what is told by safetensors comes in its own order
-        found["push"] = median_s(lambda: send(ordered), rounds)
+        found["push"] = median_s(lambda: send(ordered, world), rounds)
         found["all_gather"] = median_s(gather(size, world.device), rounds)
+        found["broadcast"] = median_s(broadcast(size, world.device), rounds)
     return found
 
 
 def report(found: dict[str, float]) -> dict[str, float]:
-    """Add what both ways give together, over the slower plain rate taken as often."""
-    ways = [found[f"{name}_gb_s"] for name in ("export", "push") if f"{name}_gb_s" in found]
-    rates = [found[f"{name}_gb_s"] for name in ("copy", "all_gather") if f"{name}_gb_s" in found]
-    both = 1 / sum(1 / way for way in ways)
-    share = both / (min(rates) / len(ways))
-    return {**found, "export_and_push_gb_s": both, "over_rate": share}
+    """Add each way's share of the plain rate that bounds it: a copy, an all-gather, a broadcast."""
+    bounds = {"export": "all_gather", "push": "broadcast"}
+    for way, bound in bounds.items():
+        plain = found.get(f"{bound}_gb_s", found["copy_gb_s"])
+        if (rate := found.get(f"{way}_gb_s")) is not None:
+            found = {**found, f"{way}_over_plain": rate / plain}
+    return found
 
 
 def main() -> None:

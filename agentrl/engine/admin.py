@@ -103,6 +103,7 @@ class EngineAdmin:
                 "weight_version": str(push.version),
                 "flush_cache": is_flushing and place == len(push.buckets),
                 "abort_all_requests": False,
+                "load_format": "flattened_bucket",
             }
             if why := _failure(await self._post("/update_weights_from_distributed", body)):
                 return why

@@ -17,6 +17,7 @@ from aiohttp import web
 
 from agentrl.engine.scheduler import Scheduler
 from agentrl.weights import group as groups
+from agentrl.weights.pusher import room_for
 
 log = logging.getLogger(__name__)
 TIMEOUT_S = 60.0
@@ -43,6 +44,7 @@ class BucketBody(msgspec.Struct, kw_only=True):
     group_name: str
     weight_version: str | None = None
     flush_cache: bool = True
+    load_format: str = ""
 
 
 @dataclass(slots=True)
@@ -102,15 +104,14 @@ class PushRoutes:
             missing = "update was begun" if received is None else f"group {body.group_name}"
             return _answer(f"no {missing}", is_done=False)
 
+        if body.load_format != "flattened_bucket":
+            wanted = "load_format is 'flattened_bucket' here"
+            return _answer(f"{wanted}, not {body.load_format!r}", is_done=False)
+
         def receive() -> None:
-            kinds = [getattr(torch, name) for name in body.dtypes]
-            tensors = [
-                torch.empty(shape, dtype=kind)
-                for shape, kind in zip(body.shapes, kinds, strict=True)
-            ]
-            for tensor in tensors:
-                dist.broadcast(tensor, 0, group=group)
-            received.update(zip(body.names, tensors, strict=True))
+            flat, parts = room_for(body.dtypes, body.shapes)
+            dist.broadcast(flat, 0, group=group)
+            received.update(zip(body.names, parts, strict=True))
 
         self._version, self._is_flushing = body.weight_version, body.flush_cache
         return await _tried(receive, f"Received {len(body.names)} tensors.")

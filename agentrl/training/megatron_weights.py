@@ -38,6 +38,8 @@ class MegatronWeights:
 
     shards: OptimizerShards
     """Set once there is an optimizer."""
+    _experts: tuple[str, Tensor] | None = None
+    """One parameter of one layer's experts, all ranks': [experts, rows, columns], and its name."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], shape: ModelShape, layout: Layout
@@ -61,17 +63,22 @@ class MegatronWeights:
         kind: WEIGHT, `exp_avg` or `exp_avg_sq`; empty: the weights that the model computes with.
         """
         dtype = torch.float32 if kind else next(iter(self.parameters.values())).dtype
+        self._experts = None  # of a call that was not read to its end
         for place in self._places():
             if self.shape.is_tied and place.name == HEAD:
                 continue  # the last stage's copy of the embedding
             tensors: Sequence[Tensor | None] = [None] * len(place.hf)
             if stage() in place.stages:
-                parts = self._gathered(place, self._part(place, kind))
+                if place.rule.is_expert and not kind:
+                    parts = [self._expert(place)]
+                else:
+                    parts = self._gathered(place, self._part(place, kind))
                 tensors = unfuse(place, join(place, parts, self.shape), self.shape)
             shapes = shapes_of(place, self.shape)
             for name, tensor, shape in zip(place.hf, tensors, shapes, strict=True):
                 owner = place.stages[0]
                 yield name, told_by(owner, tensor, shape, dtype=dtype, device=self.device)
+        self._experts = None
 
     @torch.no_grad()
     def take(self, kind: str, source: Mapping[str, Tensor] | None) -> None:
@@ -124,10 +131,9 @@ class MegatronWeights:
         if not place.rule.is_expert or self.layout.spec == "te":
             parameter = self.parameters[place.name]
             return parameter, 0, parameter.shape
-        stem, _, rest = place.name.partition(".local_experts.")
-        here, kind, _ = rest.split(".")
-        parameter = self.parameters[f"{stem}.{kind}"]  # GroupedExperts: all of a rank in one
-        return parameter, int(here) * parameter[0].numel(), parameter.shape[1:]
+        name, here = _without_expert(place.name)
+        parameter = self.parameters[name]  # GroupedExperts: all of a rank in one
+        return parameter, here * parameter[0].numel(), parameter.shape[1:]
 
     def _view(self, place: Place) -> Tensor:
         """Return a view of the model's own memory; Megatron moves that once, to its buffers."""
@@ -143,6 +149,29 @@ class MegatronWeights:
             return torch.empty(shape, dtype=torch.float32, device=self.device)
         return self.shards.get(parameter, kind, first, shape.numel()).view(shape)
 
+    def _expert(self, place: Place) -> Tensor:
+        """Return an expert's weight; with a layer's first the whole layer is gathered, as one."""
+        name, here = _without_expert(place.name)
+        if self._experts is None or self._experts[0] != name:
+            self._experts = name, self._all_experts(name)
+        group = parallel_state.get_expert_model_parallel_group()
+        each = len(self._experts[1]) // group.size()
+        return self._experts[1][place.ep_rank * each + here]
+
+    def _all_experts(self, name: str) -> Tensor:
+        """Return a copy of one parameter of all ranks' experts. [experts, rows, columns]"""
+        group = parallel_state.get_expert_model_parallel_group()
+        if self.layout.spec == "te":
+            each = self.shape.experts // group.size()
+            mine = torch.stack([self.parameters[f"{name}{here}"] for here in range(each)])
+        else:
+            mine = self.parameters[name].detach()
+        if group.size() == 1:
+            return mine.clone()
+        found = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
+        dist.all_gather_into_tensor(found, mine.contiguous(), group=group)
+        return found
+
     def _gathered(self, place: Place, part: Tensor) -> list[Tensor]:
         """Return copies of the parts of one place that `join` makes whole."""
         if place.rule.is_expert:
@@ -157,3 +186,16 @@ class MegatronWeights:
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part.contiguous(), group=group)
         return parts
+
+
+def _without_expert(name: str) -> tuple[str, int]:
+    """Return the parameter that an expert's name is of, and the expert's place on its rank.
+
+    `local`: one parameter holds all of a rank's experts; `te`: each has its own, numbered.
+    """
+    stem, is_local, rest = name.partition(".local_experts.")
+    if is_local:
+        here, kind, _ = rest.split(".")
+        return f"{stem}.{kind}", int(here)
+    numbered, _, here = name.rpartition(".weight")
+    return f"{numbered}.weight", int(here)

@@ -21,7 +21,11 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # not in its __all__
+from torch.distributed import (  # type: ignore[attr-defined]  # not in its __all__
+    Store,
+    TCPStore,
+    distributed_c10d,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.config import RunConfig, to_yaml
@@ -144,6 +148,7 @@ def started(config: RunConfig) -> Iterator[World]:
         world = _open(store, 0, size, device, config)
         yield world
         world.tell(END)
+        dist.destroy_process_group()  # NCCL ends on all ranks or on none
         for rank, follower in enumerate(followers, 1):
             _await_end(rank, follower)
     finally:
@@ -151,7 +156,15 @@ def started(config: RunConfig) -> Iterator[World]:
             follower.kill()
             follower.wait()
         if dist.is_initialized():
-            dist.destroy_process_group()
+            _abandon(device)
+
+
+def _abandon(device: torch.device) -> None:
+    """Leave the groups though other ranks are gone, for whom NCCL would wait."""
+    if device.type == "cuda":
+        distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
 
 
 END = 0

@@ -32,7 +32,7 @@ from agentrl.training.shares import ShareWriter, write_share
 from agentrl.training.step_loss import Sums, batch_loss, mean_gaps, step_metrics
 from agentrl.training.taken import Taken, as_tensors, reread
 
-STEP, LOGPROBS, GATHER, RESTORE, SHARE = 1, 2, 3, 4, 5
+STEP, LOGPROBS, GATHER, RESTORE, SHARE, EXPORT = 1, 2, 3, 4, 5, 6
 SCALARS = "step"
 """The optimizer's state that is one number a parameter."""
 
@@ -83,10 +83,8 @@ class TorchBackend:
         return self._step(hands[0])
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
-        dtype = self.dtype
-        self.world.tell(GATHER)
-        for name, tensor in single_experts(self._gathered()):
-            yield name, tensor.to(dtype)
+        self.world.tell(EXPORT)
+        yield from single_experts(self._gathered(self.dtype))
 
     def state(self) -> BackendState:
         self.world.tell(GATHER)
@@ -123,6 +121,9 @@ class TorchBackend:
             self._logprobs(ranks.from_tensors(told, 0)[0])
         elif call == GATHER:
             for _ in self._gathered_optimizer() if told else self._gathered():
+                pass
+        elif call == EXPORT:
+            for _ in self._gathered(self.dtype):
                 pass
         elif call == SHARE:
             share, folder = self._share(), Path(ranks.to_text(told["folder"]))
@@ -197,10 +198,13 @@ class TorchBackend:
         is_on = self.dtype == torch.bfloat16 and not self.is_sharded
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_on)
 
-    def _gathered(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter whole, one at a time, where it is computed with."""
+    def _gathered(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield each parameter whole, one at a time, where it is computed with.
+
+        In another `dtype` it is before it is gathered, so that no more than that is moved.
+        """
         for name, parameter in self.policy.named_parameters():
-            yield plain_name(name), whole(parameter.detach())
+            yield plain_name(name), whole(parameter.detach().to(dtype or parameter.dtype))
 
     def _gathered_optimizer(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named_parameters():

@@ -77,5 +77,11 @@ def _blocking_waits() -> Iterator[None]:
 
 
 def leave(group: dist.ProcessGroup) -> None:
-    """Close this process's end; what others wait for over it fails then."""
-    dist.destroy_process_group(group)
+    """Close this process's end; what others wait for over it fails then.
+
+    NCCL's is aborted: to destroy it in peace would wait for all others to do the same.
+    """
+    if dist.get_backend(group) == "nccl":
+        distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)

@@ -26,7 +26,7 @@ MEMBERS = "members"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Tensors that are sent one after the other in one request."""
+    """Tensors of one dtype that are sent as one, end to end, in one request."""
 
     names: list[str]
     dtypes: list[str]
@@ -77,13 +77,16 @@ def members(attempt_dir: Path) -> list[str]:
 
 
 def buckets_of(tensors: Iterable[tuple[str, Tensor]], limit: int) -> list[Bucket]:
-    """Cut tensors into buckets of at most `limit` bytes; a larger tensor has one of its own."""
+    """Cut tensors into buckets of at most `limit` bytes; a larger tensor has one of its own.
+
+    A tensor of another dtype begins another bucket: within one, each lies aligned.
+    """
     buckets: list[Bucket] = []
-    filled = limit
+    filled, dtype = limit, None
     for name, tensor in tensors:
-        if filled + tensor.nbytes > limit:
+        if filled + tensor.nbytes > limit or tensor.dtype != dtype:
             buckets.append(Bucket(names=[], dtypes=[], shapes=[]))
-            filled = 0
+            filled, dtype = 0, tensor.dtype
         buckets[-1].names.append(name)
         buckets[-1].dtypes.append(str(tensor.dtype).removeprefix("torch."))
         buckets[-1].shapes.append(list(tensor.shape))

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,8 +73,8 @@ class Pusher:
     def send(self, push: Push, tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Send what was announced, in its order; return why it failed, empty if it did not.
 
-        One bucket is in memory at a time. `tensors` is not begun unless all have met; once begun
-        it is read to its end, for it may be a gathering that the trainer's other ranks are in.
+        `tensors` is not begun unless all have met; once begun it is read to its end, for it may be
+        a gathering that the trainer's other ranks are in.
         """
         try:
             if self._group is None:
@@ -82,8 +83,7 @@ class Pusher:
             return self._gave_up(push, error)
         coming = iter(tensors)
         try:
-            for bucket in push.buckets:
-                self._send(_next(coming, bucket), self._group)
+            send_buckets(push.buckets, coming, self._group, self.device)
         except RuntimeError as error:  # of one that left
             return self._gave_up(push, error)
         finally:
@@ -113,13 +113,36 @@ class Pusher:
             timeout_s=self.timeout_s,
         )
 
-    def _send(self, tensors: list[Tensor], group: dist.ProcessGroup) -> None:
-        """Send a bucket; its tensors stay in memory until all of them are gone."""
-        here = [tensor.to(self.device).contiguous() for tensor in tensors]
-        works = [dist.broadcast(tensor, 0, group=group, async_op=True) for tensor in here]
-        for work in works:
-            assert work is not None  # it is with async_op
-            work.wait()
+
+def send_buckets(
+    buckets: Iterable[Bucket],
+    coming: Iterator[tuple[str, Tensor]],
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+) -> None:
+    """Broadcast tensors from rank 0 as the buckets list them, each bucket as one run of bytes.
+
+    While one is on its way the next is gathered: two are in memory at a time.
+    """
+    before: dist.Work | None = None
+    for bucket in buckets:
+        flat = torch.cat([_bytes(tensor, device) for tensor in _next(coming, bucket)])
+        if before is not None:
+            before.wait()
+        before = dist.broadcast(flat, 0, group=group, async_op=True)
+    if before is not None:
+        before.wait()
+
+
+def room_for(
+    dtypes: Sequence[str], shapes: Sequence[Sequence[int]], device: str = "cpu"
+) -> tuple[Tensor, list[Tensor]]:
+    """Return a receiver's room for a bucket: its bytes, and the tensors that they are."""
+    kinds = [getattr(torch, name) for name in dtypes]
+    sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(shapes, kinds, strict=True)]
+    flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    parts = zip(torch.split(flat, sizes), kinds, shapes, strict=True)
+    return flat, [part.view(kind).view(tuple(shape)) for part, kind, shape in parts]
 
 
 def _next(coming: Iterator[tuple[str, Tensor]], bucket: Bucket) -> list[Tensor]:
@@ -127,3 +150,7 @@ def _next(coming: Iterator[tuple[str, Tensor]], bucket: Bucket) -> list[Tensor]:
     if list(taken) != bucket.names:
         raise ValueError(f"a bucket of {bucket.names} was announced, and {list(taken)} came")
     return list(taken.values())
+
+
+def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device).reshape(-1).view(torch.uint8)

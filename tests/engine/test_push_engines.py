@@ -19,8 +19,8 @@ from agentrl.config import EngineConfig
 from agentrl.engine.loaded import read_tensors
 from agentrl.engine.supervisor import EngineSupervisor
 from agentrl.weights import group as groups
-from agentrl.weights.push import tell_members
-from agentrl.weights.pusher import Pusher
+from agentrl.weights.push import buckets_of, tell_members
+from agentrl.weights.pusher import Pusher, send_buckets
 from agentrl.weights.version import Announced, publish_version, tensor_checksum
 
 Tensors = dict[str, torch.Tensor]
@@ -37,7 +37,8 @@ def post(server: Any, path: str, **body: Any) -> tuple[int, str]:
 def bucket(tensors: Tensors, **more: Any) -> dict[str, Any]:
     kinds = [str(one.dtype).removeprefix("torch.") for one in tensors.values()]
     shapes = [list(one.shape) for one in tensors.values()]
-    return {"names": list(tensors), "dtypes": kinds, "shapes": shapes, "group_name": "g", **more}
+    body = {"names": list(tensors), "dtypes": kinds, "shapes": shapes, "group_name": "g"}
+    return {**body, "load_format": "flattened_bucket", **more}
 
 
 @pytest.fixture
@@ -66,8 +67,8 @@ def send(
 ) -> tuple[int, str]:
     body = bucket(tensors, weight_version="7")
     asked = pool.submit(post, server, "/update_weights_from_distributed", **body)
-    for tensor in tensors.values():
-        dist.broadcast(tensor.contiguous(), 0, group=group)
+    buckets = buckets_of(tensors.items(), 1 << 40)
+    send_buckets(buckets, iter(tensors.items()), group, torch.device("cpu"))
     return asked.result()
 
 

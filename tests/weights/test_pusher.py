@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl.weights.push import tell_members
+from agentrl.weights.pusher import Pusher
+
+RECEIVER = Path(__file__).with_name("push_receiver.py")
+HAS_TWO = torch.cuda.is_available() and torch.cuda.device_count() > 1
+BOTH = [
+    pytest.param(("cpu", "cpu"), id="gloo"),
+    pytest.param(
+        ("cuda:0", "cuda:1"),
+        id="nccl",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_TWO, reason="no two GPUs here")],
+    ),
+]
+
+
+SMALL, LARGE = 1000, 2**24
+"""NCCL takes a small broadcast for sent as soon as it lies in its own buffer."""
+
+
+class Gathering:
+    """A model that is gathered anew at each push; knows how often, and whether to the end."""
+
+    def __init__(self, device: str) -> None:
+        self.size = SMALL if device == "cpu" else LARGE
+        self.tensors = {
+            f"w{at}": torch.full((self.size,), float(at), device=device) for at in range(6)
+        }
+        self.begun = self.ended = 0
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        self.begun += 1
+        yield from self.tensors.items()
+        self.ended += 1
+
+
+@pytest.fixture
+def push(tmp_path, request):
+    """What pushes a model of six buckets to a receiver of so many: (why, its answer); the model."""
+    ours, theirs = request.param
+    model = Gathering(ours)
+    pusher = Pusher(
+        run_dir=tmp_path, attempt=1, address="127.0.0.1", device=torch.device(ours),
+        timeout_s=30, bucket_bytes=4 * model.size,
+    )  # fmt: skip
+
+    def work(life: str, buckets: int) -> tuple[str, float]:
+        tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": life})
+        told = pusher.announce(1, model.tensors)
+        assert told is not None
+        assert len(told.buckets) == 6
+        command = [sys.executable, str(RECEIVER), str(tmp_path / "weights"), theirs, str(buckets)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
+            why = pusher.send(told, model)
+            printed, _ = receiver.communicate(timeout=60)
+        return why, float(printed or "nan")
+
+    yield work, model
+    pusher.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("push", BOTH, indirect=True)
+def test_a_receiver_that_dies_in_the_middle_fails_its_push_and_nothing_else(push):
+    work, model = push
+    why, got = work("http://first", 2)
+    assert why
+    assert got == model.size
+    assert (model.begun, model.ended) == (1, 1)  # other ranks may gather with us
+    assert work("http://second", 6) == ("", 15 * model.size)
+    assert model.ended == 2
+
+
+def test_nothing_is_gathered_for_engines_that_never_come(tmp_path):
+    model = Gathering("cpu")
+    pusher = Pusher(
+        run_dir=tmp_path, attempt=1, address="127.0.0.1", device=torch.device("cpu"),
+        timeout_s=0.5, bucket_bytes=4000,
+    )  # fmt: skip
+    tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://gone"})
+    told = pusher.announce(1, model.tensors)
+    assert told is not None
+    assert pusher.send(told, model)
+    assert model.begun == 0
+    pusher.close()
+
+
+def test_other_tensors_than_were_announced_are_not_sent_as_those(tmp_path):
+    model = Gathering("cpu")
+    pusher = Pusher(
+        run_dir=tmp_path, attempt=1, address="127.0.0.1", device=torch.device("cpu"),
+        timeout_s=30, bucket_bytes=4000,
+    )  # fmt: skip
+    tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://there"})
+    told = pusher.announce(1, dict(reversed(model.tensors.items())))
+    command = [sys.executable, str(RECEIVER), str(tmp_path / "weights"), "cpu", "6"]
+    assert told is not None
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as receiver:
+        with pytest.raises(ValueError, match=r"\['w5'\] was announced, and \['w0'\] came"):
+            pusher.send(told, model)
+        receiver.kill()
+    pusher.close()
