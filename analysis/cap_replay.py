@@ -149,18 +149,25 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     figure, all_axes = plot.grid(len(kinds), narrow=narrow, height_in=2.6)
     for axes, what in zip(all_axes, kinds, strict=True):
         _panel(axes, [row for row in rows if row.what == what], what)
+    handles, _ = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles=handles, loc="outside lower left", ncols=2)
     n = f"{rows[0].trajectories:,} trajectories, {rows[0].solved:,} of them solved"
     plot.save(figure, path, headline(rows), n=n, png=not narrow)
 
 
 def best(rows: Sequence[Row]) -> Row | None:
-    """Return the cap that saves most while it loses no more than 5 % of what was solved."""
-    cheap = [row for row in rows if row.lost <= 0.05 and row.saved >= 0.02]
+    """Return the cap that saves most while it loses no more than 5 % of what was solved.
+
+    Where nothing was solved, what a cap loses is not known, and none is best.
+    """
+    cheap = [row for row in rows if row.solved and row.lost <= 0.05 and row.saved >= 0.02]
     return max(cheap, key=lambda row: row.saved, default=None)
 
 
 def headline(rows: Sequence[Row]) -> str:
     found = best(rows)
+    if not rows[0].solved:
+        return "No trajectory was solved, so what a lower cap loses is not known"
     if found is None:
         return "No lower cap saves 2 % of batch time without losing over 5 % of the solved"
     return (
@@ -186,7 +193,6 @@ def _panel(axes: Axes, rows: Sequence[Row], what: str) -> None:
     axes.set_ylabel("%")
     axes.set_ylim(0, 105)
     axes.set_xticks(caps, [f"{cap:,}" for cap in caps])
-    axes.legend(loc="upper right")
 
 
 FIGURE = Figure(

@@ -91,7 +91,9 @@ def table(first: Run, second: Run) -> list[Row]:
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     shown = [row for row in rows if row.first > 0 and row.second > 0]
-    figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=1.0 + 0.3 * len(shown))
+    names = [row.measure for row in shown]
+    row_in = plot.row_in(names, narrow=narrow, least=0.3)
+    figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=1.0 + row_in * len(shown))
     for place, row in enumerate(shown):
         good = None if row.is_alike else (row.ratio > 1) == (row.better == "more")
         marker, colour = LOOKS[good]
@@ -107,12 +109,13 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
             va="center",
             fontsize=8.5,
         )
-    reach = max((abs(log2(row.ratio)) for row in shown), default=1.0) * 1.35 or 1.0
+    reach = max((abs(log2(row.ratio)) for row in shown), default=1.0) or 1.0
+    reach *= 1.7 if narrow else 1.35  # room for the numbers
     axes.set_xlim(-reach, reach)
     ticks = [ratio for ratio in TICKS if abs(log2(ratio)) <= reach]
     axes.set_xticks([log2(ratio) for ratio in ticks], [f"× {ratio:g}" for ratio in ticks])
     axes.axvline(0, color=plot.INK, linewidth=1)
-    axes.set_yticks(range(len(shown)), plot.fitting(axes, [row.measure for row in shown]))
+    axes.set_yticks(range(len(shown)), plot.fitting(axes, names))
     axes.set_ylim(len(shown) - 0.5, -0.5)
     axes.set_xlabel("second ÷ first; ▲ is better, ▼ worse, ● neither")
     axes.grid(visible=False, axis="y")
@@ -133,7 +136,7 @@ def headline(rows: Sequence[Row]) -> str:
 def finding(rows: Sequence[Row]) -> str:
     apart = [row for row in rows if row.low == row.low]
     told = [
-        f"{row.measure} {row.spoken_difference} points"
+        f"{row.measure}: {row.spoken_difference} points"
         + (" (not told apart)" if row.low <= 0 <= row.high else "")
         for row in apart[:4]
     ]

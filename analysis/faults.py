@@ -108,14 +108,15 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     shown = by_cause(losses(rows))[:SHOWN_CAUSES]
     timed = [row for row in losses(rows) if row.hour != UNTIMED]
     launched = [row for row in rows if row.kind == "launch attempt" and row.end_h > row.begin_h]
-    row_in = 0.5 if narrow else 0.32  # a phone's names break
     panels: list[tuple[float, Callable[[Axes], None]]] = []
     if shown:
+        row_in = plot.row_in(_causes(shown), narrow=narrow, least=0.32)
         panels.append((0.8 + row_in * len(shown), lambda axes: _bars(axes, shown)))
     if timed:
         panels.append((2.2, lambda axes: _hours(axes, timed)))
     if launched:
         few = launched[-SHOWN_ATTEMPTS:]
+        row_in = plot.row_in(_launches(few), narrow=narrow, least=0.32)
         panels.append((0.9 + row_in * len(few), lambda axes: _lineage(axes, few)))
     if not panels:
         panels.append((0.8, lambda axes: plot.say_nothing(axes, "no time is known")))
@@ -205,12 +206,15 @@ def _lineage(axes: Axes, rows: Sequence[Row]) -> None:
             place, row.end_h - row.begin_h, left=row.begin_h, height=0.6, color=plot.SKY,
             edgecolor=plot.INK, linewidth=0.4,
         )  # fmt: skip
-    names = [f"{row.cause} ({row.detail})" if row.detail else row.cause for row in rows]
-    axes.set_yticks(range(len(rows)), plot.fitting(axes, names))
+    axes.set_yticks(range(len(rows)), plot.fitting(axes, _launches(rows)))
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_title("Launch attempts")
     axes.set_xlabel("hours since the first event")
     axes.grid(visible=False, axis="y")
+
+
+def _launches(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.cause} ({row.detail})" if row.detail else row.cause for row in rows]
 
 
 def _n(rows: Sequence[Row]) -> str:
@@ -219,10 +223,14 @@ def _n(rows: Sequence[Row]) -> str:
     return f"{many:,} {_plural('loss', many)}, {attempts} {_plural('launch attempt', attempts)}"
 
 
+def _causes(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.kind}: {plot.plain(row.cause, 38)}" for row in rows]
+
+
 def _bars(axes: Axes, rows: Sequence[Row]) -> None:
     plot.bars(
         axes,
-        [f"{row.kind}: {plot.plain(row.cause, 38)}" for row in rows],
+        _causes(rows),
         [row.count for row in rows],
         [f"{row.count:,}" for row in rows],
         colours=[KINDS[row.kind] for row in rows],

@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import isfinite, nan
 from pathlib import Path
 
 from agentrl import events
@@ -43,6 +44,7 @@ A_RETRY = "request"
 class Row:
     cause: str
     gpu_hours: float
+    """Not a number where it cannot be known."""
     of_held: float
     """Share of the GPU-hours that the run held."""
     unit: str
@@ -164,22 +166,33 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     plot.bars(
         axes,
         [row.cause for row in lost],
-        [row.gpu_hours for row in lost],
-        [f"{row.gpu_hours:,.3g} · {100 * row.of_held:.1f} % of held" for row in lost],
+        [row.gpu_hours if isfinite(row.gpu_hours) else 0.0 for row in lost],
+        [_label(row) for row in lost],
         colours=[plot.GREY, plot.GOLD, plot.SKY, plot.NAVY, plot.PURPLE, plot.ORANGE],
     )
     axes.set_xlabel(f"{rows[0].unit}; causes overlap")
     plot.save(figure, path, headline(rows), n=rows[0].how, png=not narrow)
 
 
+def spoken(hours: float) -> str:
+    """Return hours with three digits, in words where they are next to none."""
+    return "under 0.001" if 0 < hours < 0.001 else f"{hours:,.3g}"
+
+
+def _label(row: Row) -> str:
+    if not isfinite(row.gpu_hours):
+        return row.how
+    return f"{spoken(row.gpu_hours)} · {100 * row.of_held:.1f} % of held"
+
+
 def headline(rows: Sequence[Row]) -> str:
-    lost = [row for row in rows if row.cause != "held"]
+    lost = [row for row in rows if row.cause != "held" and isfinite(row.gpu_hours)]
     most = max(lost, key=lambda row: row.gpu_hours)
     if not most.gpu_hours:
-        return f"None of {rows[0].gpu_hours:,.3g} {most.unit} held went to a cause on record"
+        return f"None of {spoken(rows[0].gpu_hours)} {most.unit} held went to a cause on record"
     return (
-        f"Largest loss of {most.unit}: {most.cause}, {most.gpu_hours:,.3g} of "
-        f"{rows[0].gpu_hours:,.3g} held ({100 * most.of_held:.0f} %)"
+        f"Largest loss of {most.unit}: {most.cause}, {spoken(most.gpu_hours)} of "
+        f"{spoken(rows[0].gpu_hours)} held ({100 * most.of_held:.0f} %)"
     )
 
 
@@ -214,7 +227,7 @@ def _idle_engines(run: Run, has: Gpus) -> Loss:
     rows = throughput.table(run)
     share = throughput.idle_share(rows)
     if share != share:
-        return "idle engines", 0.0, "unknown: no load samples"
+        return "idle engines", nan, "unknown: no load samples"
     seconds = share * throughput.sampled_s(rows)
     return "idle engines", seconds * has.an_engine / 3600, f"idle {100 * share:.0f} %"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from math import isfinite
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -71,8 +72,14 @@ def render(sections: Sequence[Section], tops: Sequence[Top] = ()) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_together,
     )
     return environment.get_template("page.html.jinja").render(sections=sections, tops=tops)
+
+
+def _together(value: object) -> object:
+    """Keep a number and its sign on one line; drawings stay as they are."""
+    return plot.together(value) if type(value) is str else value
 
 
 def top(written: Written, table: Table) -> Top:
@@ -96,7 +103,7 @@ def section(run: Run, figures: Sequence[Written], *, name: str = "", traced: str
         sentences=tuple(sentences(run)),
         cards=tuple(cards(run)),
         drawings=tuple(map(drawing, figures)),
-        tables=(_advice(run), _rates(run), _lineage(run), _faults(run), _hours(run), _stages(run)),
+        tables=(_advice(run), _rates(run), _lineage(run), _faults(run), hours(run), _stages(run)),
         provenance=_provenance(run),
         config=to_yaml(run.config) if run.config else "",
         problems=run.problems,
@@ -186,13 +193,16 @@ def _lineage(run: Run) -> Table:
     )
 
 
-def _hours(run: Run) -> Table:
+def hours(run: Run) -> Table:
+    """Return GPU-hours by cause; what cannot be known is said to be unknown."""
     rows = gpu_hours.table(run)
     return Table(
         title="GPU-hours",
         columns=("cause", rows[0].unit if rows else "GPU-hours", "of held", "counted"),
         rows=tuple(
-            (row.cause, f"{row.gpu_hours:,.3g}", f"{100 * row.of_held:.1f} %", row.how)
+            (row.cause, gpu_hours.spoken(row.gpu_hours), f"{100 * row.of_held:.1f} %", row.how)
+            if isfinite(row.gpu_hours)
+            else (row.cause, "unknown", "", row.how)
             for row in rows
         ),
         note=(

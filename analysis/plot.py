@@ -14,7 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.patches import Patch
+from matplotlib.textpath import text_to_path
 
 from agentrl.handoff.publish import publish_bytes
 from analysis.table import whole_percent
@@ -74,6 +76,10 @@ WIDE_IN, NARROW_IN = 8.6, 4.4
 """Widths for a desktop and for a phone, inches."""
 HEAD_IN = 0.7
 """Height of the finding above the panels and of n below them, inches."""
+NAME_LETTERS = 18
+"""Of a line of a name beside an axis, on a phone."""
+LINE_IN = 0.15
+"""Height of a line of a name, inches."""
 
 
 def grid(
@@ -102,14 +108,17 @@ def save(figure: Figure, path: Path, headline: str, *, n: str, png: bool = True)
 
     headline: the finding, set above the panels. n: what it rests on, set below them.
     """
-    letters = int(figure.get_figwidth() * 12)
-    figure.suptitle(
-        textwrap.fill(plain(headline, 400), letters),
-        x=0.01, ha="left", fontsize=10.5, fontweight="bold", color=INK,
-    )  # fmt: skip
-    figure.supxlabel(
-        textwrap.fill(f"n = {n}", letters), x=0.99, ha="right", fontsize=8, color=MUTED
-    )
+    bold, small = FontProperties(size=10.5, weight="bold"), FontProperties(size=8)
+    width_in = 0.97 * figure.get_figwidth()
+    above = wrapped(together(plain(headline, 400)), width_in, bold)
+    figure.suptitle(above, x=0.01, ha="left", fontproperties=bold, color=INK)
+    below = wrapped(together(f"n = {n}"), width_in, small)
+    if figure.legends and figure.get_figwidth() == NARROW_IN:  # n has no room beside it
+        figure.legends[0].set_title(below, prop=small)
+        figure.legends[0].get_title().set_color(MUTED)
+        figure.legends[0].set_alignment("left")
+    else:
+        figure.supxlabel(below, x=0.99, ha="right", fontproperties=small, color=MUTED)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # a box; the CSV has the letter
         _print(figure, path, png=png)
@@ -136,6 +145,29 @@ def plain(text: str, most: int = 40) -> str:
     """Return text of a run as one short line that can be printed."""
     whole = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return whole if len(whole) <= most else f"{whole[: most - 1]}…"
+
+
+def together(text: str) -> str:
+    """Keep a number and its sign on one line."""
+    return text.replace(" %", "\N{NO-BREAK SPACE}%").replace(
+        "n = ", "n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}"
+    )
+
+
+def wrapped(text: str, width_in: float, font: FontProperties) -> str:
+    """Break text into lines that are no wider than is said, inches."""
+    letters = int(len(text) * width_in / max(_width_in(text, font), width_in)) + 1
+    while letters > 1:
+        whole = textwrap.fill(text, letters)
+        if max(_width_in(line, font) for line in whole.split("\n")) <= width_in:
+            return whole
+        letters -= 1
+    return text
+
+
+def _width_in(text: str, font: FontProperties) -> float:
+    width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    return float(width) / 72
 
 
 def say_nothing(axes: Axes, words: str) -> None:
@@ -181,8 +213,19 @@ def bars(
 
 def fitting(axes: Axes, names: Sequence[str]) -> list[str]:
     """Break names where the figure is a phone's, so that they leave room for the panel."""
-    shown = [plain(name, 60) for name in names]
-    return [textwrap.fill(name, 18) for name in shown] if _is_narrow(axes) else shown
+    return broken(names, narrow=_is_narrow(axes))
+
+
+def broken(names: Sequence[str], *, narrow: bool) -> list[str]:
+    """Return names as they stand beside an axis; narrow ones in several lines."""
+    shown = [together(plain(name, 60)) for name in names]
+    return [textwrap.fill(name, NAME_LETTERS) for name in shown] if narrow else shown
+
+
+def row_in(names: Sequence[str], *, narrow: bool, least: float) -> float:
+    """Return the height of rows that keeps these names apart, inches; at least `least`."""
+    lines = [name.count("\n") + 1 for name in broken(names, narrow=narrow)]
+    return max(least, LINE_IN * max(lines, default=1) + 0.06)
 
 
 def _is_narrow(axes: Axes) -> bool:
@@ -232,8 +275,9 @@ def stack(
 ) -> None:
     """Draw layers (name, colour, a value a bin) upon each other, with their names above them."""
     bottom = [0.0] * (len(edges) - 1)
+    names = fitting(axes, [name for name, _, _ in layers])
     handles = []
-    for number, (name, colour, values) in enumerate(layers):
+    for number, (_, colour, values) in enumerate(layers):
         top = [low + value for low, value in zip(bottom, values, strict=True)]
         hatch = "" if number % 3 else "////"
         look: dict[str, Any] = {
@@ -243,7 +287,7 @@ def stack(
             "linewidth": 0,
         }
         axes.stairs(top, edges, baseline=bottom, fill=True, **look)
-        handles.append(Patch(label=name, **look))
+        handles.append(Patch(label=names[number], **look))
         bottom = top
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(bottom=0)

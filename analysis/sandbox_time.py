@@ -64,7 +64,8 @@ def table(run: Run) -> list[Row]:
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    row_in = 0.48 if narrow else 0.34  # a phone's names break
+    names = [f"{row.phase} (n = {row.n:,}): {row.backend}" for row in rows]
+    row_in = plot.row_in(names, narrow=narrow, least=0.34)
     figure, (axes,) = plot.column([1.0 + row_in * len(rows)], narrow=narrow)
     places = list(range(len(rows)))
     for place, row in zip(places, rows, strict=True):
@@ -80,7 +81,6 @@ def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
             va="center",
             fontsize=8.5,
         )
-    names = [f"{row.backend}: {row.phase} (n = {row.n:,})" for row in rows]
     axes.set_yticks(places, plot.fitting(axes, names))
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, max(row.p99 for row in rows) * 1.45 or 1)

@@ -32,14 +32,14 @@ WINDOW_S = 600.0
 MOST_NODES, MOST_LANES, MOST_SPANS = 4, 12, 1200
 """In the drawing."""
 SHORTEST_S = 5.0
-COLOURS = {
-    "sandbox start": plot.GOLD,
-    "set-up": plot.NAVY,
-    "model call": plot.SKY,
-    "command": plot.GREEN,
-    "grading": plot.PURPLE,
+LOOKS = {
+    "sandbox start": (plot.GOLD, "////"),
+    "set-up": (plot.PAPER, "...."),
+    "model call": (plot.SKY, ""),
+    "command": (plot.GREEN, ""),
+    "grading": (plot.PINK, "xxxx"),
 }
-
+"""Colour and hatch, so that a grey print tells them apart."""
 NAMES = {
     "sandbox start": "sandbox start",
     "set-up": "set-up",
@@ -87,10 +87,10 @@ def table(run: Run) -> list[Row]:
 
 def bars(found: Sequence[lanes.Span], within: tuple[float, float]) -> list[Row]:
     """Return the bars of the drawing: few enough lanes, and a time that leaves them apart."""
-    every = [span for span in found if span.phase in COLOURS or span.phase == "step"]
+    every = [span for span in found if span.phase in LOOKS or span.phase == "step"]
     is_shown = _shown_nodes(every)
     some = [span for span in every if span.node in is_shown and span.lane < MOST_LANES]
-    low, high = within
+    low, high = _filled(some, within)
     while high - low > SHORTEST_S and len(some) > MOST_SPANS:
         low, high = low + (high - low) / 4, high - (high - low) / 4
         some = [span for span in some if span.end > low and span.start < high]
@@ -107,6 +107,16 @@ def bars(found: Sequence[lanes.Span], within: tuple[float, float]) -> list[Row]:
     ]
 
 
+def _filled(some: Sequence[lanes.Span], within: tuple[float, float]) -> tuple[float, float]:
+    """Return the window without what is empty at its ends."""
+    low, high = within
+    begin, end = (
+        min((x.start for x in some), default=low),
+        max((x.end for x in some), default=high),
+    )
+    return max(low, begin), min(high, end)
+
+
 def _shown_nodes(every: Sequence[lanes.Span]) -> set[str]:
     nodes = sorted({span.node for span in every} - {lanes.TRAINER, lanes.UNFINISHED})
     return {*nodes[:MOST_NODES], lanes.TRAINER}
@@ -117,33 +127,37 @@ def shares(rows: Sequence[Row]) -> dict[str, float]:
     whole: dict[tuple[str, str], tuple[float, float]] = {}
     spent: dict[str, float] = defaultdict(float)
     for row in rows:
-        if row.phase in COLOURS:
+        if row.phase in LOOKS:
             spent[row.phase] += row.end - row.start
             key = (row.node, row.trajectory)
             low, high = whole.get(key, (row.start, row.end))
             whole[key] = min(low, row.start), max(high, row.end)
     total = sum(high - low for low, high in whole.values())
-    return {phase: spent[phase] / total for phase in COLOURS if spent[phase] and total}
+    return {phase: spent[phase] / total for phase in LOOKS if spent[phase] and total}
 
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
     places = _places(rows)
     figure, (axes,) = plot.column([0.9 + 0.115 * (max(places.values()) + 2)], narrow=narrow)
-    for phase, colour in COLOURS.items():
+    for phase, look in LOOKS.items():
         some = [row for row in rows if row.phase == phase]
-        _boxes(axes, some, [places[row.node, row.lane] for row in some], colour)
+        _boxes(axes, some, [places[row.node, row.lane] for row in some], look)
     steps = [row for row in rows if row.phase == "step"]
     for number, step in enumerate(steps):
         place = [places[step.node, step.lane]]
-        _boxes(axes, [step], place, (plot.GREY, plot.MUTED)[number % 2])
+        _boxes(axes, [step], place, ((plot.GREY, plot.MUTED)[number % 2], ""))
     _name_nodes(axes, places)
     axes.set_xlim(0, max(row.end for row in rows))
     axes.set_ylim(max(places.values()) + 1, -1)
     axes.set_xlabel("seconds in the window; the trainer's bars are steps")
     axes.grid(visible=False, axis="y")
     seen = {row.phase for row in rows}
-    handles = [Patch(color=c, label=phase) for phase, c in COLOURS.items() if phase in seen]
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor=plot.INK, linewidth=0.2, label=phase)
+        for phase, (colour, hatch) in LOOKS.items()
+        if phase in seen
+    ]
     figure.legend(handles=handles, loc="outside lower left", ncols=3 if narrow else 5)
     n = f"{len(rows):,} spans in {len(places)} lanes"
     plot.save(figure, path, headline(rows), n=n, png=not narrow)
@@ -161,7 +175,8 @@ def headline(rows: Sequence[Row]) -> str:
 
 def finding(rows: Sequence[Row]) -> str:
     steps = [row.trajectory for row in rows if row.phase == "step"]
-    told = f" Steps {steps[0]} to {steps[-1]} are shown." if steps else ""
+    many = f" Steps {steps[0]} to {steps[-1]} are shown." if steps else ""
+    told = f" Step {steps[0]} is shown." if len(steps) == 1 else many
     return (
         f"{headline(rows)} (n = {len(rows):,} spans; of each node {MOST_LANES} lanes at most)."
         f"{told} White is waiting that no span covers. trace.json holds all of the window."
@@ -179,7 +194,7 @@ def _places(rows: Sequence[Row]) -> dict[tuple[str, int], int]:
     return places
 
 
-def _boxes(axes: Axes, rows: Sequence[Row], places: Sequence[int], colour: str) -> None:
+def _boxes(axes: Axes, rows: Sequence[Row], places: Sequence[int], look: tuple[str, str]) -> None:
     """Draw all bars of one colour as one outline: a page with a thousand elements is slow."""
     if not rows:
         return
@@ -188,7 +203,10 @@ def _boxes(axes: Axes, rows: Sequence[Row], places: Sequence[int], colour: str) 
     corners[:, :, 1] = [(y - 0.45, y - 0.45, y + 0.45, y + 0.45, y - 0.45) for y in places]
     codes = [Outline.MOVETO, *[Outline.LINETO] * 3, Outline.CLOSEPOLY] * len(rows)
     outline = Outline(corners.reshape(-1, 2), codes)
-    axes.add_patch(PathPatch(outline, facecolor=colour, edgecolor=plot.INK, linewidth=0.2))
+    colour, hatch = look
+    axes.add_patch(
+        PathPatch(outline, facecolor=colour, hatch=hatch, edgecolor=plot.INK, linewidth=0.2)
+    )
 
 
 def _name_nodes(axes: Axes, places: dict[tuple[str, int], int]) -> None:

@@ -53,11 +53,13 @@ def _caps_hit(run: Run) -> Iterator[Row]:
         "token_limit": "agent.tokens_per_trajectory",
         "time_limit": "agent.trajectory_timeout_s",
     }
+    replayed = {"turn_limit": "turns", "token_limit": "tokens"}
+    caps = cap_replay.table(run)
     for cause, share in long_tail.limit_shares(rows).items() if rows else ():
         solved = long_tail.solved_turns(rows)
         turns = "" if solved is None else long_tail.counted(solved)
         told = f"; solved ones took a median of {turns}" if turns else ""
-        best = cap_replay.best(cap_replay.table(run))
+        best = cap_replay.best([row for row in caps if row.what == replayed.get(cause)])
         change = (
             f"lower it: a cap of {best.cap:,} {best.what} saves {whole_percent(best.saved)} of "
             f"batch time and loses at most {best.solved_cut:,} of {best.solved:,} solved"
@@ -185,10 +187,12 @@ RULES: tuple[Rule, ...] = (
 
 @plot.styled
 def draw(rows: Sequence[Row], path: Path, *, narrow: bool = False) -> None:
-    figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=1.2 + 0.5 * len(rows))
+    names = [row.what for row in rows]
+    row_in = plot.row_in(names, narrow=narrow, least=0.5)
+    figure, (axes,) = plot.grid(1, narrow=narrow, columns=1, height_in=1.2 + row_in * len(rows))
     plot.bars(
         axes,
-        [row.what for row in rows],
+        names,
         [row.weight for row in rows],
         [
             f"{whole_percent(row.share)} against {whole_percent(row.bound)}\n{row.setting}"

@@ -113,12 +113,12 @@ def _write_trainer(folder: Path, shape: Shape, truth: Truth, random: Random) -> 
             for extra in (1, 2):
                 undone = _write_step(writer, step + extra, undone, random)
             truth.undone += 2
-            lines.append(_attempt(len(lines) + 1, begun, undone, step, "node failure"))
+            lines.append(_attempt(lines, (begun, undone), step, "node failure"))
             begun = undone + 1.0
             loaded = events.CheckpointEvent(step=step, phase="loaded", start=begun, end=begun)
             writer.write(loaded)
             clock = begun + 30.0
-    lines.append(_attempt(len(lines) + 1, begun, clock, steps, "the trainer finished"))
+    lines.append(_attempt(lines, (begun, clock), steps, "the trainer finished"))
     for version in range(steps + 1):
         at = published(version)
         writer.write(events.VersionEvent(version=version, phase="published", start=at, end=at + 2))
@@ -130,11 +130,13 @@ def _write_trainer(folder: Path, shape: Shape, truth: Truth, random: Random) -> 
     (folder / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def _attempt(number: int, begun: float, ended: float, step: int, why: str) -> dict[str, object]:
+def _attempt(
+    before: list[dict[str, object]], span: tuple[float, float], step: int, why: str
+) -> dict[str, object]:
     return {
-        "attempt": number, "began": "started" if number == 1 else "resumed", "ended": why,
-        "action": "requeue", "step_begin": 0, "step_end": step, "started": begun,
-        "finished": ended,
+        "attempt": len(before) + 1, "began": "resumed" if before else "started", "ended": why,
+        "action": "requeue", "step_begin": before[-1]["step_end"] if before else 0,
+        "step_end": step, "started": span[0], "finished": span[1],
     }  # fmt: skip
 
 

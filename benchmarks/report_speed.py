@@ -4,7 +4,8 @@
 
 RUN is what benchmarks.make_run writes. VENV has duckdb, polars and msgspec. Every reader brings the
 fields that figures use of every line into memory, from the same files in the same process run by
-run, in turn; the best of --rounds counts. Ours also sorts, looks for repeats and clock skew.
+run, in turn; the best of --rounds counts, its median and spread stand beside it. Ours also sorts,
+looks for repeats and clock skew. A report is made anew each round, and once more from its cache.
 Seconds mean something on a machine that does nothing else; CPU seconds are told beside them.
 """
 
@@ -14,12 +15,15 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
@@ -181,27 +185,36 @@ def measure(run: Path, peers: str, rounds: int) -> dict[str, Any]:
             readings[name].append(time_reader(name, pythons[name], files))
     best = {name: min(each["seconds"] for each in some) for name, some in readings.items()}
     fastest = min(seconds for name, seconds in best.items() if name != "ours")
-    shutil.rmtree(run / "report", ignore_errors=True)
-    first, again = time_report(run), time_report(run)
+    firsts, agains = [], []
+    for _ in range(rounds):
+        shutil.rmtree(run / "report", ignore_errors=True)
+        firsts.append(time_report(run))
+        agains.append(time_report(run))
     return {
         "benchmark": "report_speed",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "benchmarks.report_speed", *sys.argv[1:]]),
         "versions": versions(peers),
         "bytes": sum(path.stat().st_size for path in files),
         "rows": {name: some[0]["rows"] for name, some in readings.items()},
-        "reading_s": {name: [each["seconds"] for each in some] for name, some in readings.items()},
-        "reading_cpu_s": {
-            name: [each["cpu_s"] for each in some] for name, some in readings.items()
-        },
+        "reading_s": {name: spread(some, "seconds") for name, some in readings.items()},
+        "reading_cpu_s": {name: spread(some, "cpu_s") for name, some in readings.items()},
         "reading_ratio": fastest / best["ours"],
         "load_average": os.getloadavg()[0],
-        "report_cpu_s": first["cpu_s"],
-        "again_cpu_s": again["cpu_s"],
-        "report_s": first["seconds"],
-        "memory_gb": max(first["memory_gb"], again["memory_gb"]),
-        "again_s": again["seconds"],
+        "report_s": spread(firsts, "seconds"),
+        "report_cpu_s": spread(firsts, "cpu_s"),
+        "memory_gb": max(each["memory_gb"] for each in [*firsts, *agains]),
+        "again_s": spread(agains, "seconds"),
+        "again_cpu_s": spread(agains, "cpu_s"),
         "targets": TARGETS,
         "machine": {"cores": len(os.sched_getaffinity(0)), "python": platform.python_version()},
     }
+
+
+def spread(rounds: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
+    """Return least, median and most of one number over the rounds."""
+    values = [round(each[name], 3) for each in rounds]
+    return {"least": min(values), "median": median(values), "most": max(values)}
 
 
 def main(argv: Sequence[str]) -> int:

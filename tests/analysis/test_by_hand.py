@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 from made_run import write_summary
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import text_to_path
 
 from agentrl import events
 from agentrl.errors import RecordError
@@ -16,6 +18,7 @@ from analysis import (
     gpu_hours,
     lanes,
     long_tail,
+    page,
     perfetto,
     plot,
     sandbox_time,
@@ -219,6 +222,30 @@ def test_advice_is_only_given_above_its_bound(tmp_path: Path) -> None:
     assert what_now.table(load_run(tmp_path / "fine")) == []
 
 
+def test_a_lower_turn_limit_is_told_in_turns_and_only_where_something_was_solved(
+    tmp_path: Path,
+) -> None:
+    calls = [event for i in range(4) for turn in range(8) for event in call(i, turn, 10 * turn, 99)]
+    some = [trajectory(i, 80, cause="turn_limit", turns=8) for i in (1, 2, 3)]
+    write(tmp_path / "none", *calls, *some, trajectory(0, 80, turns=8))
+    assert "raise it" in what_now.table(load_run(tmp_path / "none"))[0].change
+    write(tmp_path / "one", *calls, *some, trajectory(0, 12, turns=1, reward=1.0))
+    assert "lower it: a cap of 2 turns" in what_now.table(load_run(tmp_path / "one"))[0].change
+
+
+def test_idle_engines_without_load_samples_are_unknown_and_not_0(tmp_path: Path) -> None:
+    run = load_run(write(tmp_path, trajectory(0, 60), trajectory(1, 90)))
+    rows = gpu_hours.table(run)
+    assert [row.cause for row in rows if row.gpu_hours != row.gpu_hours] == ["idle engines"]
+    assert ("idle engines", "unknown", "", "unknown: no load samples") in page.hours(run).rows
+
+
+def test_a_trace_begins_and_ends_with_what_was_under_way(tmp_path: Path) -> None:
+    write(tmp_path, *call(0, 0, 110, 50), trajectory(0, 110))
+    found = lanes.spans(load_run(tmp_path), (AT, AT + 600))
+    assert [(row.start, row.end) for row in trace.bars(found, (AT, AT + 600))] == [(0, 9), (9, 10)]
+
+
 def test_queue_and_cache_use_come_from_engine_metrics(tmp_path: Path) -> None:
     metrics = [
         events.EngineMetrics(
@@ -260,6 +287,21 @@ def test_a_comparison_pairs_evaluations_by_task(tmp_path: Path) -> None:
 def test_two_runs_are_compared_or_it_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match="takes two run directories"):
         write_report([tmp_path], is_compared=True)
+
+
+@pytest.mark.parametrize("name", ["sandbox", "a run with a name of many words: command", "x" * 99])
+def test_names_beside_a_phones_axis_keep_apart(name: str) -> None:
+    (shown,) = plot.broken([name], narrow=True)
+    assert plot.row_in([name], narrow=True, least=0.1) > plot.LINE_IN * len(shown.split("\n"))
+
+
+@pytest.mark.parametrize("text", ["99 % of time was waiting, n = 7", "WWW " * 30, "W" * 200])
+def test_a_headline_is_no_wider_than_its_figure(text: str) -> None:
+    font = FontProperties(size=10.5, weight="bold")
+    lines = plot.wrapped(plot.together(text), 2.0, font).split("\n")
+    widths = [text_to_path.get_text_width_height_descent(x, font, ismath=False)[0] for x in lines]
+    assert max(widths) / 72 <= 2.0
+    assert not any(line.startswith("%") for line in lines)
 
 
 def test_a_zero_on_the_floor_of_a_panel_is_seen() -> None:
