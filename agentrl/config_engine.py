@@ -12,6 +12,7 @@ ENGINES = Path(__file__).resolve().parent.parent / "configs" / "engines"
 OURS = (
     *("model-path", "tokenizer-path", "weight-version", "host", "port", "nccl-port", "tp-size"),
     *("base-gpu-id", "context-length", "max-running-requests", "enable-metrics"),
+    "served-model-name",
 )
 """Flags that `engine.sglang.extra` may not set again."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -15,8 +15,45 @@ from agentrl.weights.push import Push
 
 QUICK_S = 30.0
 """Longest that an answer about the state may take, seconds."""
-MARKS = ("timestamp", "num_used_tokens", "generated_tokens", "layers_done")
-"""Of /v1/loads: what moves when the engine computes. The last two are the embedded engine's."""
+
+
+PROBE_PATH = "/health_generate"
+
+
+_Kind = TypeVar("_Kind")
+
+
+class OddAnswer(aiohttp.ClientError):
+    """The server answered, and not what was asked; it counts as no answer."""
+
+
+class _Model(msgspec.Struct):
+    weight_version: str
+
+
+class _Checked(msgspec.Struct):
+    ranks: list[dict[str, Any]]
+
+
+class _Rank(msgspec.Struct):
+    """One of /v1/loads; what has a default is said by the embedded engine only, or by SGLang."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    generated_tokens: int = 0
+    busy_s: float = 0.0
+    timestamp: float = 0.0
+    num_used_tokens: float = 0.0
+    layers_done: float = 0.0
+
+    @property
+    def mark(self) -> tuple[float, ...]:
+        """What moves when the engine computes."""
+        return (self.timestamp, self.num_used_tokens, self.generated_tokens, self.layers_done)
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Rank]
 
 
 def open_session() -> aiohttp.ClientSession:
@@ -29,7 +66,7 @@ def open_session() -> aiohttp.ClientSession:
 
 
 class EngineAdmin:
-    """Raises aiohttp.ClientError and TimeoutError when the engine does not answer."""
+    """Raises aiohttp.ClientError and TimeoutError when the engine does not answer, or nonsense."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, *, update_timeout_s: float
@@ -38,21 +75,29 @@ class EngineAdmin:
         self.url = url
         self._update_timeout_s = update_timeout_s
 
+    async def server_info(self) -> dict[str, Any]:
+        return await self._get("/server_info")
+
     async def capabilities(self) -> Capabilities:
-        return capabilities(str((await self._get("/server_info"))["version"]))
+        return capabilities(str((await self.server_info()).get("version", "")))
 
     async def is_healthy(self, *, timeout_s: float) -> bool:
-        """True when a request passed through the whole engine."""
-        async with self._session.get(f"{self.url}/health", timeout=_total(timeout_s)) as response:
+        """True when a request passed through the whole engine.
+
+        Not by /health: SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION=0, as some images set, makes that
+        answer 200 whatever hangs.
+        """
+        url = f"{self.url}{PROBE_PATH}"
+        async with self._session.get(url, timeout=_total(timeout_s)) as response:
             return response.status == 200
 
     async def weight_version(self) -> str:
-        return str((await self._get("/model_info"))["weight_version"])
+        return _read(await self._get("/model_info"), _Model).weight_version
 
     async def checksums(self) -> list[dict[str, Any]]:
         """Return what /weights_checker says of each rank."""
         answer = await self._post("/weights_checker", {"action": "checksum"})
-        return [dict(rank) for rank in answer["ranks"]]
+        return _read(answer, _Checked).ranks
 
     async def pause(self, mode: str) -> None:
         await self._post("/pause_generation", {"mode": mode})
@@ -114,19 +159,19 @@ class EngineAdmin:
 
         SGLang publishes each prefill, and each 15th decode step, with a time stamp.
         """
-        loads = (await self._get("/v1/loads", timeout_s=timeout_s))["loads"]
+        ranks = _read(await self._get("/v1/loads", timeout_s=timeout_s), _Loads).loads
         return Load(
-            running=sum(int(one["num_running_reqs"]) for one in loads),
-            waiting=sum(int(one["num_waiting_reqs"]) for one in loads),
-            generated_tokens=sum(int(one.get("generated_tokens", 0)) for one in loads),
-            busy_s=sum(float(one.get("busy_s", 0.0)) for one in loads),
-            mark=tuple(float(one.get(key, 0)) for one in loads for key in MARKS),
+            running=sum(one.num_running_reqs for one in ranks),
+            waiting=sum(one.num_waiting_reqs for one in ranks),
+            generated_tokens=sum(one.generated_tokens for one in ranks),
+            busy_s=sum(one.busy_s for one in ranks),
+            mark=tuple(moving for one in ranks for moving in one.mark),
         )
 
     async def metrics(self) -> str:
         async with self._session.get(f"{self.url}/metrics", timeout=_total(QUICK_S)) as response:
             response.raise_for_status()
-            return await response.text()
+            return await response.text(errors="replace")
 
     async def _get(self, path: str, *, timeout_s: float = QUICK_S) -> dict[str, Any]:
         async with self._session.get(self.url + path, timeout=_total(timeout_s)) as response:
@@ -138,6 +183,14 @@ class EngineAdmin:
             self.url + path, json=body, timeout=_total(self._update_timeout_s)
         ) as response:
             return _decode(await response.read())
+
+
+def _read(answer: dict[str, Any], kind: type[_Kind]) -> _Kind:
+    """Raises OddAnswer."""
+    try:
+        return msgspec.convert(answer, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise OddAnswer(f"{error}: {str(answer)[:300]}") from error
 
 
 def _failure(answer: dict[str, Any]) -> str:

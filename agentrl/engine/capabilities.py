@@ -18,16 +18,12 @@ NEWEST = (0, 5, 23)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Capabilities:
     name: str
-    load_path: str = "/v1/loads"
-    ready_path: str = "/health"
     has_spans: bool
     """meta_info.weight_versions tells which tokens came from which version."""
     has_update_brackets: bool
     """/begin_weight_update and /end_weight_update must surround a collective update."""
     can_flush_retracted: bool
-    """A flush works while paused with mode retract."""
-    is_flush_failure_fatal: bool
-    """A flush refused after an update is an assertion that ends the scheduler."""
+    """A flush works while paused with mode retract; where not, the refusal ends the scheduler."""
     checksum: str
     """`equal`: /weights_checker answers `tensor_checksum`. `own`: hashes of its own, which
     only say whether the weights changed."""
@@ -45,11 +41,9 @@ class Capabilities:
 
 _EMBEDDED = Capabilities(
     name="embedded",
-    ready_path="/ready",
     has_spans=True,
     has_update_brackets=True,
     can_flush_retracted=True,
-    is_flush_failure_fatal=False,
     checksum="equal",
 )
 # Lower bounds, from reading each wheel; a version between two rows behaves as the lower one.
@@ -59,25 +53,20 @@ _SGLANG: dict[tuple[int, int, int], Capabilities] = {
         has_spans=False,
         has_update_brackets=False,
         can_flush_retracted=False,
-        is_flush_failure_fatal=True,
         checksum="own",
     ),
     (0, 5, 20): Capabilities(
         name="sglang 0.5.20",
-        ready_path="/ready",
         has_spans=True,
         has_update_brackets=False,
         can_flush_retracted=False,
-        is_flush_failure_fatal=True,
         checksum="own",
     ),
     (0, 5, 22): Capabilities(
         name="sglang 0.5.22",
-        ready_path="/ready",
         has_spans=True,
         has_update_brackets=True,
         can_flush_retracted=True,
-        is_flush_failure_fatal=False,
         checksum="own",
     ),
 }

@@ -24,6 +24,8 @@ class StartOptions:
     port: int = 0
     """For SGLang; the embedded engine binds a free one and publishes it."""
     nccl_port: int | None = None
+    served_name: str = ""
+    """By which the server that answers is known to be this one."""
     ready_file: Path | None = None
     is_masked: bool = False
     """The process sees its own GPUs only, and counts them from 0."""
@@ -74,6 +76,7 @@ def _sglang(config: EngineConfig, options: StartOptions) -> Command:
         "model-path": options.weights,
         "tokenizer-path": options.tokenizer,
         "weight-version": options.version,
+        "served-model-name": options.served_name or None,
         "host": "127.0.0.1",
         "port": options.port,
         "nccl-port": options.nccl_port,

@@ -60,6 +60,7 @@ _PATTERNS: tuple[tuple[Kind, str], ...] = (
     ("import", r"^(?:ModuleNotFoundError|ImportError): |^\S*python\S*: No module named "),
     ("import", r"^\S*python\S*: Error while finding module specification for "),
     ("model", r"size mismatch for |does not appear to have a file named|Unrecognized model in"),
+    ("model", r"AssertionError: (?:Attempted to load weight |self\.org_vocab_size=)"),
     ("model", r"Cannot find any model weights|is not a local folder and is not a valid model"),
     ("collective", r"(?:NCCL|RCCL) error|nccl(?:System|UnhandledCuda|Internal|Remote)Error"),
     ("collective", r"Watchdog caught collective operation timeout"),
@@ -112,6 +113,7 @@ class LogReader:
     unknown: Counter[str] = field(default_factory=Counter)
     """Lines that look like errors and fit nothing above, digits left out, at most 100 of them."""
     _rest: str = ""
+    _is_up: bool = False
 
     def feed(self, text: str) -> FaultLine | None:
         """Take the next piece; return the first fault that the engine does not survive."""
@@ -127,15 +129,26 @@ class LogReader:
         return self.cause
 
     def forget(self) -> None:
-        """The engine came up: what it said on the way there explains nothing later."""
+        """The engine came up: what it said on the way there explains nothing later.
+
+        Nor will a module or a model that it misses from now on: another start does without too.
+        """
         self.acting = self.cause = None
+        self._is_up = True
+
+    def _explain(self, found: FaultLine) -> None:
+        """Take a weak kind: it names an end for which there is no better word."""
+        if found.is_lasting and self._is_up:
+            return
+        if self.acting is None or self.acting.kind == "scheduler":
+            self.cause = found
 
     def _take(self, lines: Iterable[str]) -> None:
         for line in lines:
             if (found := classify(line)) is not None:
                 self.kinds[found.kind] += 1
                 if found.kind != "scheduler" and found.kind in WEAK_KINDS:
-                    self.cause = self.acting or found
+                    self._explain(found)
                     continue
                 self.acting = self.acting or found
                 if self.cause is None or self.cause.kind in WEAK_KINDS:

@@ -13,9 +13,11 @@ import aiohttp
 
 from agentrl.config import EngineConfig
 from agentrl.engine.admin import EngineAdmin
+from agentrl.engine.capabilities import capabilities
 from agentrl.engine.device_memory import wait_until_free
 from agentrl.engine.devices import EngineShare
 from agentrl.engine.faults import LogReader
+from agentrl.engine.heads import LostHead
 from agentrl.engine.process import EngineProcess, tail
 from agentrl.engine.proof import EngineWeights, identity_of
 from agentrl.engine.reports import Reports
@@ -26,7 +28,9 @@ from agentrl.engine.startup import (
     MissingServer,
     Ready,
     Start,
+    TakenPort,
     launch,
+    refuse_stranger,
     wait_until_ready,
 )
 from agentrl.engine.watch import Watch, first_fault, watch_log
@@ -104,6 +108,9 @@ class EngineKeeper:
         try:
             while self.failed is None:
                 await self._live_once()
+        except Exception as error:  # nobody awaits this task; `failed` is what is looked at
+            self.failed = LaunchError(f"{self.name}: its watch failed by {error!r}")
+            self.failed.__cause__ = error
         finally:
             self.settled.set()
 
@@ -225,10 +232,12 @@ class EngineKeeper:
                 node.session, self.process, self._ready, timeout_s=config.start_timeout_s
             )
         admin = EngineAdmin(node.session, url, update_timeout_s=config.start_timeout_s)
+        info = await admin.server_info()
+        refuse_stranger(self._ready, info)
         weights = EngineWeights(
             name=self.name,
             admin=admin,
-            able=await admin.capabilities(),
+            able=capabilities(str(info.get("version", ""))),
             pause_mode=config.pause_mode,
             reports=node.reports,
             loaded=identity_of(announced),
@@ -290,8 +299,10 @@ def _end(life: asyncio.Future[Fault] | None, fault: Fault) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    if isinstance(error, MissingModel):
+    if isinstance(error, MissingModel | LostHead):
         return "model"
+    if isinstance(error, TakenPort):
+        return "port"
     if isinstance(error, MissingServer):
         return "import"
     if isinstance(error, VersionError):

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,13 +31,17 @@ class EngineProcess:
         self._process = process
         self.log = log
         self._read_to = log_start
+        self._is_blind = False
+        """The log could not be read the last time."""
 
     @classmethod
     async def start(
         cls, command: Sequence[str], log: Path, *, environ: Mapping[str, str] | None = None
     ) -> EngineProcess:
+        """Raises OSError, as where the log's disk is full: servers die of that without a word."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
+        with log.open("ab", buffering=0) as file:
+            file.write(time.strftime("-- started %Y-%m-%d %H:%M:%S\n").encode())
             log_start = file.tell()
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -60,10 +65,22 @@ class EngineProcess:
         return await self._process.wait()
 
     def read_log(self) -> str:
-        """Return what this process wrote since the last call."""
-        with self.log.open("rb") as file:
-            file.seek(self._read_to)
-            piece = file.read(LOG_PIECE)
+        """Return what this process wrote since the last call.
+
+        Nothing where the log cannot be read, as on a shared filesystem that stumbles: an engine is
+        watched in other ways too. One that was cut short is read from its start.
+        """
+        try:
+            with self.log.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._read_to:
+                    self._read_to = 0
+                file.seek(self._read_to)
+                piece = file.read(LOG_PIECE)
+        except OSError as error:
+            log.log(logging.DEBUG if self._is_blind else logging.WARNING, "no log: %s", error)
+            self._is_blind = True
+            return ""
+        self._is_blind = False
         self._read_to += len(piece)
         return piece.decode(errors="replace")
 

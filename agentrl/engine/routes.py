@@ -49,8 +49,11 @@ class CheckBody(msgspec.Struct, kw_only=True):
 class Routes:
     """Turns requests into calls of the scheduler, and its answers into JSON."""
 
-    def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, scheduler: Scheduler, tokenizer: Tokenizer | None, served_name: str = ""
+    ) -> None:
         self._scheduler = scheduler
+        self._served_name = served_name
         self._batch = scheduler.batch
         self._tokenizer = tokenizer
         self._started = time.time()
@@ -166,6 +169,7 @@ class Routes:
         return _json(
             {
                 "version": VERSION,
+                "served_model_name": self._served_name,
                 "context_length": self._batch.context,
                 "max_running_requests": self._batch.max_running,
                 "weight_version": self._batch.model.version,

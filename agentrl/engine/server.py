@@ -47,6 +47,8 @@ class ServerOptions:
     threads: int = 1
     niceness: int = 0
     weight_version: str = "0"
+    served_model_name: str = ""
+    """By which who started it knows it."""
     ready_file: Path | None = None
     is_watching_stdin: bool = False
 
@@ -63,6 +65,7 @@ def parse(argv: list[str]) -> ServerOptions:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--niceness", type=int, default=0, help="added to this process's")
     parser.add_argument("--weight-version", default="0")
+    parser.add_argument("--served-model-name", default="")
     parser.add_argument("--ready-file", type=Path)
     parser.add_argument("--watch-stdin", action="store_true", dest="is_watching_stdin")
     return ServerOptions(**vars(parser.parse_args(argv)))
@@ -81,7 +84,7 @@ def build(options: ServerOptions) -> tuple[Scheduler, Routes]:
         prefill_tokens=options.prefill_tokens,
     )
     scheduler = Scheduler(batch)
-    return scheduler, Routes(scheduler, _tokenizer(options.model))
+    return scheduler, Routes(scheduler, _tokenizer(options.model), options.served_model_name)
 
 
 async def serve(options: ServerOptions) -> None:

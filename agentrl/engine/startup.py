@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import aiohttp
 from agentrl.config import EngineConfig
 from agentrl.engine.command import StartOptions, engine_command
 from agentrl.engine.devices import EngineShare, free_ports
+from agentrl.engine.heads import refuse_lost_head
 from agentrl.engine.process import EngineProcess, tail
 from agentrl.errors import LaunchError, WaitTimeout
 from agentrl.weights.version import Announced, lease, release
@@ -28,6 +30,8 @@ class Ready:
 
     file: Path | None = None
     url: str | None = None
+    name: str = ""
+    """What that server calls itself, if it was told."""
 
 
 class Leased:
@@ -54,6 +58,10 @@ class MissingServer(LaunchError):
     """Nor is the interpreter there that has SGLang."""
 
 
+class TakenPort(LaunchError):
+    """Another process took the port after it was found free; the next start takes another."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
     """What one start of one engine differs in from the others."""
@@ -68,7 +76,8 @@ class Start:
 async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[EngineProcess, Ready]:
     """Start an engine with the announced weights, or with the starting model.
 
-    Raises LaunchError where the weights' folder or the server is missing, or no port is free.
+    Raises LaunchError where the weights' folder or the server is missing, the server would lose the
+    model's head, or no port is free.
     """
     announced, share = start.announced, start.share
     python = config.sglang.python if config.kind == "sglang" else ""
@@ -84,10 +93,13 @@ async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[Engin
             "folder in Hugging Face's layout that this node sees"
         )
     is_embedded = config.kind == "embedded"
+    if not is_embedded:
+        refuse_lost_head(weights)
     ready_file = start.log.parent / f"engine-{start.index}.ready.json" if is_embedded else None
     port, nccl_port = (0, None) if is_embedded else free_ports(2, share.ports)
     if ready_file is not None:
         ready_file.unlink(missing_ok=True)
+    name = "" if is_embedded else f"engine-{start.index}-{os.urandom(8).hex()}"
     options = StartOptions(
         index=start.index,
         weights=weights,
@@ -95,6 +107,7 @@ async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[Engin
         version=0 if announced is None else announced.version,
         port=port,
         nccl_port=nccl_port,
+        served_name=name,
         ready_file=None if ready_file is None else ready_file.absolute(),
         is_masked=bool(share.environment),
         graphs=start.graphs,
@@ -103,7 +116,18 @@ async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[Engin
     environ = share.environ(dict(os.environ)) | command.environment
     process = await EngineProcess.start(command.arguments, start.log, environ=environ)
     url = None if is_embedded else f"http://127.0.0.1:{port}"
-    return process, Ready(file=ready_file, url=url)
+    return process, Ready(file=ready_file, url=url, name=name)
+
+
+def refuse_stranger(ready: Ready, info: Mapping[str, object]) -> None:
+    """Raise TakenPort unless /server_info says `info` of the server that was started."""
+    found = info.get("served_model_name")
+    if ready.name and found != ready.name:
+        raise TakenPort(
+            f"{ready.url} is answered by a server that calls itself {found!r}, ours was told to be "
+            f"{ready.name}: another process took that port. Give engines ports that nothing else "
+            "on the node uses"
+        )
 
 
 async def wait_until_ready(

@@ -132,10 +132,10 @@ class EngineSupervisor:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(one.kill() for one in self._keepers))
-        for one in self._keepers:
-            self._reports.state(one.name, "stopped", -1)
         if self._session is not None:
             await self._session.close()
+        for one in self._keepers:
+            self._reports.state(one.name, "stopped", -1)
 
     async def _memory(self) -> Mapping[str, int] | None:
         if self._config.kind != "sglang" or self._config.sglang.device == "cpu":

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from agentrl.engine.admin import EngineAdmin
+from agentrl.engine.admin import PROBE_PATH, EngineAdmin
 from agentrl.engine.faults import LogReader
 from agentrl.engine.process import EngineProcess
 from agentrl.engine.progress import Load, Progress
@@ -130,7 +130,7 @@ class Watch:
             if failed >= FAILING_PROBES:
                 return Fault(
                     cause="unresponsive",
-                    detail=f"{self.admin.url}/health {failed} times in a row: {said}",
+                    detail=f"{self.admin.url}{PROBE_PATH} {failed} times in a row: {said}",
                 )
 
     async def watch_metrics(self) -> Fault:

@@ -22,6 +22,7 @@ OPTIONS = StartOptions(
     version=12,
     port=30003,
     nccl_port=30004,
+    served_name="engine-3-5f0c",
 )
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.engine.faults import LogReader, classify
+from agentrl.engine.faults import _COMPILED, Kind, LogReader, classify
 
 LOGS = Path(__file__).parent / "fixtures" / "logs"
 FAULTY = sorted(path for path in LOGS.glob("*.*.log"))
@@ -21,6 +22,13 @@ def test_a_log_is_named_by_its_fault(path: Path) -> None:
     assert found.end() is not None
     assert found.cause is not None
     assert found.cause.kind == path.name.split(".")[0]
+
+
+def test_every_kind_and_every_pattern_has_a_line_that_was_seen() -> None:
+    lines = [line for path in FAULTY for line in path.read_text().splitlines()]
+    assert {path.name.split(".")[0] for path in FAULTY} == set(get_args(Kind))
+    unseen = [one.pattern for _, one in _COMPILED if not any(map(one.search, lines))]
+    assert unseen == []
 
 
 def test_a_log_of_ordinary_life_has_no_fault_and_no_odd_line() -> None:
@@ -68,6 +76,24 @@ def test_an_optional_import_that_failed_is_no_fault_and_a_failed_one_explains_an
     assert reader.cause is not None, "it says why, should the process end"
     reader.forget()
     assert reader.cause is None
+
+
+def test_a_model_that_the_scheduler_cannot_load_is_named_and_not_the_scheduler() -> None:
+    reader = LogReader()
+    reader.feed((LOGS / "model.no_weights.log").read_text())
+    assert reader.cause is not None
+    assert reader.cause.is_lasting
+
+
+def test_what_a_running_engine_misses_is_no_reason_not_to_start_it_again() -> None:
+    reader = LogReader()
+    reader.forget()
+    reader.feed("ImportError: no PIL\nsize mismatch for lm_head.weight: refused, the old goes on\n")
+    assert reader.cause is None
+    reader.feed("ImportError: sys.meta_path is None\nScheduler hit an exception: Traceback\n")
+    reader.feed("ImportError: sys.meta_path is None, Python is likely shutting down\n")
+    assert reader.cause is not None
+    assert reader.cause.kind == "scheduler"
 
 
 def test_a_fault_that_ends_an_engine_stays_the_cause_whatever_follows() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
 import signal
 import subprocess
@@ -178,6 +179,41 @@ def test_a_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
 
     with pytest.raises(LaunchError, match=r"would meet the same.*are no folder"):
         supervise(tmp_path, tmp_path / "missing", never, None)
+
+
+def test_an_engine_whose_log_finds_no_room_ends_in_the_systems_words(
+    tmp_path: Path, model: Path
+) -> None:
+    async def never(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        raise AssertionError
+
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "engine-0.log").symlink_to("/dev/full")
+    with pytest.raises(LaunchError, match=r"by start: .*No space left on device"):
+        supervise(tmp_path, model, never, None, max_restarts=0)
+
+
+def test_a_log_that_cannot_be_begun_ends_in_the_systems_words(tmp_path: Path, model: Path) -> None:
+    async def never(supervisor: EngineSupervisor, client: EngineClient) -> None:
+        raise AssertionError
+
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    with pytest.raises(LaunchError, match=r"by start: .*Not a directory"):
+        supervise(tmp_path, model, never, None, max_restarts=0)
+
+
+def test_a_watch_that_breaks_is_told_of_and_does_not_leave_an_engine_unwatched(
+    tmp_path: Path,
+) -> None:
+    class Full(events.NoEvents):
+        def write(self, event: events.Event) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    supervisor = EngineSupervisor(
+        CONFIG, model=tmp_path / "missing", logs=tmp_path / "logs", events=Full()
+    )
+    with pytest.raises(LaunchError, match=r"engine-0: its watch failed by OSError\(28"):
+        asyncio.run(supervisor.start(None))
 
 
 def test_engines_die_with_a_supervisor_that_is_killed(tmp_path: Path, model: Path) -> None:

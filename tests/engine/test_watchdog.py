@@ -237,6 +237,19 @@ def test_an_engine_far_from_the_trainer_is_quarantined(tmp_path: Path, model: Pa
     assert [one.cause for one in faults(run(Case(tmp_path, count=2), model, body))] == ["drift"]
 
 
+def test_another_server_on_its_port_is_never_taken_for_the_engine(
+    tmp_path: Path, model: Path
+) -> None:
+    async def body(case: Case) -> None:
+        assert all(is_whole(one) for one in await asyncio.gather(*case.calls(2)))
+
+    case = Case(tmp_path)
+    case.order("stranger")
+    (found,) = faults(run(case, model, body))
+    assert (found.cause, found.restarts) == ("port", 1)
+    assert "answered by a server that calls itself 'theirs'" in found.detail
+
+
 def test_an_interpreter_without_sglang_is_said_at_once(tmp_path: Path, model: Path) -> None:
     async def never(case: Case) -> None:
         raise AssertionError
