@@ -22,6 +22,9 @@ from agentrl.events import EngineFault, NoEvents, Writer, now
 
 POLL_S = 0.02
 """First wait for a routable engine, seconds; it doubles up to MAX_BACKOFF_S."""
+STARTS = 2
+"""Of start_timeout_s that a call waits for an engine: a restart is an end, a wait for memory or for
+the trainer's checkpoint, and then a start."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 ABORTED = (400, 499)
@@ -158,7 +161,7 @@ class EngineClient:
         """Sample a reply; an aborted part is continued from its tokens, wherever an engine is.
 
         Raises RequestRefused for what no engine can answer, EngineLost when `retries` are spent,
-        when nothing was routable for start_timeout_s, or after request_timeout_s.
+        when nothing was routable for twice start_timeout_s, or after request_timeout_s.
         """
         room = self._config.context_length - len(input_ids)
         if room < 1:
@@ -257,13 +260,13 @@ class EngineClient:
         return msgspec.json.encode(request)
 
     async def _wait_for_engine(self, trajectory: str, avoid: set[str]) -> str:
-        deadline = time.monotonic() + self._config.start_timeout_s
+        deadline = time.monotonic() + STARTS * self._config.start_timeout_s
         wait = POLL_S
         while (url := self._router.pick(trajectory, avoid=avoid)) is None:
             if time.monotonic() > deadline:
                 raise EngineLost(
-                    f"{trajectory}: no engine was routable for engine.start_timeout_s="
-                    f"{self._config.start_timeout_s}; see the engines' logs"
+                    f"{trajectory}: no engine was routable for {STARTS} times engine."
+                    f"start_timeout_s={self._config.start_timeout_s}; see the engines' logs"
                 )
             await asyncio.sleep(wait * (0.5 + random.random()))
             wait = min(wait * 2, MAX_BACKOFF_S)

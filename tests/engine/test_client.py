@@ -162,6 +162,18 @@ def test_no_engine_at_all_is_engine_lost_after_the_deadline() -> None:
         asyncio.run(go())
 
 
+def test_a_call_outlasts_a_restart_that_takes_longer_than_a_start() -> None:
+    async def go() -> Generation:
+        loop = asyncio.get_running_loop()
+        back = loop.time() + 1.5 * CONFIG.start_timeout_s
+        async with Script(reply([1])).serve() as url:
+            listed = lambda: [url] if loop.time() > back else []  # noqa: E731
+            async with EngineClient(listed, CONFIG) as client:
+                return await client.generate([5], SAMPLING, trajectory="t")
+
+    assert asyncio.run(go()).token_ids == (1,)
+
+
 def test_a_silent_engine_is_engine_lost() -> None:
     class Silent(Script):
         async def handle(self, request: web.Request) -> web.Response:
