@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Coroutine
@@ -135,12 +136,9 @@ class Watch:
 
     async def watch_metrics(self) -> Fault:
         while True:
+            with contextlib.suppress(*NO_ANSWER):
+                self.reports.metrics(self.weights.name, numbers(await self.admin.metrics()))
             await asyncio.sleep(METRICS_EVERY_S)
-            try:
-                text = await self.admin.metrics()
-            except NO_ANSWER:
-                continue
-            self.reports.metrics(self.weights.name, numbers(text))
 
 
 async def watch_exit(process: EngineProcess, log: LogReader) -> Fault:
