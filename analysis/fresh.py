@@ -65,7 +65,8 @@ def _mark(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    ours = [path for pattern in READ for path in sorted(folder.glob(pattern))]
+    found = [path for pattern in READ for path in sorted(folder.glob(pattern))]
+    ours = [path for path in found if path.is_file()]
     if ours:
         yield from ours
     else:  # other stacks' logs: anything may be read

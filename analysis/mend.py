@@ -140,6 +140,20 @@ def moved(table: pa.Table, shifts: Mapping[int, float]) -> pa.Table:
     return table
 
 
+def forward(table: pa.Table) -> tuple[pa.Table, int]:
+    """Return `table` with spans that ended before they began begun at their end; their number.
+
+    A clock that is set back within a span leaves one. How long it was nobody knows.
+    """
+    start, end = numbers(table, "start"), numbers(table, "end")
+    is_backward = (end > 0) & (start > end)
+    if not is_backward.any():
+        return table, 0
+    place = table.column_names.index("start")
+    begun = to_arrow(np.where(is_backward, end, start))
+    return table.set_column(place, "start", begun), int(is_backward.sum())
+
+
 def engines_by_node(table: pa.Table, nodes: Sequence[str]) -> pa.Table:
     """Return `table` with each engine named by its node too: each node numbers its own from 0.
 
@@ -200,6 +214,8 @@ class Mends(msgspec.Struct):
     far: int = 0
     """Events left out because of their time."""
     skews: list[Skew] = []
+    backward: int = 0
+    """Spans that ended before they began."""
 
     @property
     def words(self) -> Iterator[str]:
@@ -210,6 +226,11 @@ class Mends(msgspec.Struct):
             yield f"{count:,} {kind} events stood twice and count once."
         for skew in self.skews:
             yield skew.words
+        if self.backward:
+            yield (
+                f"{self.backward:,} spans end before they begin, for a clock was set back "
+                "meanwhile; they count as no time."
+            )
 
 
 def mended(
@@ -226,10 +247,13 @@ def mended(
     origins = [numbered[origin] for origin in files]
     whole = dict(tables)
     repeats: dict[str, int] = {}
+    backward = 0
     for kind, table in whole.items():
         whole[kind], many = without_repeats(table, origins)
         if many:
             repeats[kind] = many
+        whole[kind], many = forward(whole[kind])
+        backward += many
     found = skews(whole.get(tag(events.VersionEvent)), nodes)
     by_node = {skew.node: skew.seconds for skew in found}
     shifts = {i: by_node[node] for i, node in enumerate(nodes) if node in by_node}
@@ -237,4 +261,4 @@ def mended(
         if kind in whole:
             whole[kind] = engines_by_node(whole[kind], nodes)
     ordered = {kind: by_end(moved(each, shifts)) for kind, each in whole.items()}
-    return ordered, Mends(repeats=repeats, skews=found)
+    return ordered, Mends(repeats=repeats, skews=found, backward=backward)

@@ -20,6 +20,9 @@ from analysis.stages import spoken, stages
 from analysis.steps import of_run
 from analysis.summary import Card, cards, sentences
 
+LETTERS = 2000
+"""Of one text on the page; the CSV files and summary.json hold the whole."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Drawing:
@@ -78,8 +81,10 @@ def render(sections: Sequence[Section], tops: Sequence[Top] = ()) -> str:
 
 
 def _together(value: object) -> object:
-    """Keep a number and its sign on one line; drawings stay as they are."""
-    return plot.together(value) if type(value) is str else value
+    """Keep a number and its sign on one line, and text short; drawings stay as they are."""
+    if type(value) is not str:
+        return value
+    return plot.together(value if len(value) <= LETTERS else f"{value[:LETTERS]}…")
 
 
 def top(written: Written, table: Table) -> Top:

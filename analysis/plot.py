@@ -46,6 +46,7 @@ STYLE: dict[RcKeyType, Any] = {
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
+    "axes.titley": 1.0,  # else each drawing looks anew for room above the ticks
     "axes.labelsize": 9,
     "axes.edgecolor": MUTED,
     "axes.labelcolor": MUTED,
@@ -74,6 +75,8 @@ styled = matplotlib.rc_context(STYLE)
 PNG_DPI = 150
 WIDE_IN, NARROW_IN = 8.6, 4.4
 """Widths for a desktop and for a phone, inches."""
+TICKS = 5
+"""Parts that an axis has at most: few read well, and ticks are most of what is drawn."""
 HEAD_IN = 0.7
 """Height of the finding above the panels and of n below them, inches."""
 NAME_LETTERS = 18
@@ -91,7 +94,13 @@ def grid(
     size = (NARROW_IN if narrow else WIDE_IN, height_in * rows)
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(rows, columns, i + 1) for i in range(panels)]
+    return figure, [_add(figure, rows, columns, i + 1) for i in range(panels)]
+
+
+def _add(figure: Figure, *place: Any) -> Axes:
+    axes = figure.add_subplot(*place)
+    axes.locator_params(nbins=TICKS)
+    return axes
 
 
 def column(heights_in: Sequence[float], *, narrow: bool) -> tuple[Figure, list[Axes]]:
@@ -100,7 +109,7 @@ def column(heights_in: Sequence[float], *, narrow: bool) -> tuple[Figure, list[A
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     cells = figure.add_gridspec(len(heights_in), 1, height_ratios=heights_in)
-    return figure, [figure.add_subplot(cells[i, 0]) for i in range(len(heights_in))]
+    return figure, [_add(figure, cells[i, 0]) for i in range(len(heights_in))]
 
 
 def save(figure: Figure, path: Path, headline: str, *, n: str, png: bool = True) -> None:
@@ -111,6 +120,8 @@ def save(figure: Figure, path: Path, headline: str, *, n: str, png: bool = True)
     bold, small = FontProperties(size=10.5, weight="bold"), FontProperties(size=8)
     width_in = 0.97 * figure.get_figwidth()
     above = wrapped(together(plain(headline, 400)), width_in, bold)
+    more_lines = max(0, above.count("\n") - 1)  # than HEAD_IN has room for
+    figure.set_figheight(figure.get_figheight() + LINE_IN * more_lines)
     figure.suptitle(above, x=0.01, ha="left", fontproperties=bold, color=INK)
     below = wrapped(together(f"n = {n}"), width_in, small)
     if figure.legends and figure.get_figwidth() == NARROW_IN:  # n has no room beside it
@@ -264,7 +275,7 @@ def two_over_one(*, narrow: bool) -> tuple[Figure, tuple[Axes, Axes, Axes]]:
         places = (cells[0, 0], cells[1, 0], cells[2, 0])
     else:
         places = (cells[0, 0], cells[0, 1], cells[1, :])
-    first, second, below = (figure.add_subplot(place) for place in places)
+    first, second, below = (_add(figure, place) for place in places)
     return figure, (first, second, below)
 
 

@@ -8,6 +8,7 @@ Everything may be missing or torn: what is not there is named in `Run.problems`,
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from agentrl import config as schema
 from agentrl.errors import ConfigError, RecordError
 from agentrl.events import Event
 from analysis.evaluations import Evaluation, read_evaluation
-from analysis.store import EventFile, Store, event_files, from_events, open_store
+from analysis.store import EventFile, Store, event_files, from_events, is_readable, open_store
 from analysis.window import Window
 
 E = TypeVar("E", bound=Event)
@@ -96,9 +97,14 @@ class Run:
 
 
 def load_run(folder: Path, *, window: Window | None = None) -> Run:
-    """Read the run in `folder`. Raises RecordError if there is no such folder."""
+    """Read the run in `folder`. Raises RecordError if it isn't there or cannot hold a report."""
     if not folder.is_dir():
         raise RecordError(f"run {folder}: no such folder (from {Path.cwd()}); give a run directory")
+    if not os.access(max(folder / "report", folder, key=Path.is_dir), os.W_OK):
+        raise RecordError(
+            f"report on {folder}: {folder / 'report'} cannot be written; link the run's files and "
+            "folders, all but report, into a folder of yours, and report on that"
+        )
     problems: list[str] = []
     is_ours = any((folder / name).exists() for name in MARKS)
     is_others = not is_ours and any(folder.iterdir())
@@ -130,7 +136,7 @@ def read_lines(path: Path, kind: type[S], problems: list[str]) -> Iterator[S]:
     """Yield what a JSONL file holds; lines that are not of `kind` are told in `problems`."""
     decoder = msgspec.json.Decoder(kind)
     bad = 0
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
+    for line in _bytes(path, problems).splitlines() if path.exists() else ():
         try:
             yield decoder.decode(line)
         except msgspec.DecodeError:
@@ -172,11 +178,26 @@ def _damage(store: Store) -> Iterator[str]:
 
 
 def _absent(folder: Path, files: list[EventFile]) -> Iterator[str]:
-    """Name the roles that left an exit record but no events."""
+    """Name what stands among the event files and is none, and roles without events.
+
+    A role has none if it left an exit record all the same.
+    """
+    for path in sorted(folder.glob("events/*.jsonl")):
+        if not is_readable(path):
+            yield f"events/{path.name} is no file that can be read: left out."
     known = {f"{file.role}-{file.node}" for file in files}
     told = {path.stem for path in folder.glob("attempts/*/exit/*.json")}
     for name in sorted(told - known):
         yield f"events/ has no file of {name}, which left an exit record: its events are missing."
+
+
+def _bytes(path: Path, problems: list[str]) -> bytes:
+    """Return a file's bytes; none, and why in `problems`, where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        problems.append(f"{path.parent.name}/{path.name} cannot be read: {error.strerror}.")
+        return b""
 
 
 def _config(path: Path, problems: list[str]) -> schema.RunConfig | None:
@@ -202,18 +223,18 @@ def _evaluations(folder: Path, problems: list[str]) -> tuple[Evaluation, ...]:
 def _sft(folder: Path, problems: list[str]) -> Sft | None:
     for path in sorted(folder.glob("*.sft.json")):
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Sft)
+            return msgspec.json.decode(_bytes(path, problems), type=Sft)
         except msgspec.DecodeError as error:
             problems.append(f"sft/{path.name}: {error}.")
     return None
 
 
 def _provenance(path: Path, problems: list[str]) -> Json:
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    if not path.exists():
         problems.append("provenance.json is missing: which code ran is unknown.")
         return {}
+    try:
+        found = json.loads(_bytes(path, problems))
     except ValueError as error:
         problems.append(f"provenance.json is not JSON: {error}.")
         return {}

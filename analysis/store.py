@@ -8,6 +8,7 @@ and of the columns.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +29,7 @@ from analysis.mend import Mends, mended, moments, without_far
 from analysis.parallel import read_all
 from analysis.reader import Found, Reading, Share
 
-FORMAT = 3
+FORMAT = 4
 """Of the cache; another number when its content comes to mean something else."""
 ABANDONED_S = 3600.0
 """Age from which an unfinished cache is one that nobody writes any more, seconds."""
@@ -101,9 +102,9 @@ class Store:
 
 
 def event_files(folder: Path) -> list[EventFile]:
-    """List the event files of `folder`, by name."""
+    """List the event files of `folder` that can be read, by name."""
     found = []
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(filter(is_readable, folder.glob("*.jsonl"))):
         role, node = writer_of(path.name)
         stat = path.stat()
         found.append(
@@ -112,6 +113,11 @@ def event_files(folder: Path) -> list[EventFile]:
             )
         )
     return found
+
+
+def is_readable(path: Path) -> bool:
+    """Tell whether it is a file, or a link to one, that may be read."""
+    return path.is_file() and os.access(path, os.R_OK)
 
 
 def open_store(folder: Path, files: Sequence[EventFile], cache: Path | None) -> Store:

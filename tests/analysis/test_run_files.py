@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,21 @@ def test_an_empty_folder_says_all_that_is_missing(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RecordError, match=r"nowhere: no such folder .* give a run directory"):
         load_run(tmp_path / "nowhere")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere; run as another user")
+def test_a_run_beside_which_no_report_can_stand_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o500)
+    with pytest.raises(RecordError, match="link the run's files"):
+        load_run(tmp_path / "theirs")
+
+
+def test_files_that_cannot_be_read_are_problems(tmp_path: Path) -> None:
+    for name in ("ledger.jsonl", "provenance.json", "sft/a.sft.json", "evaluations/b/summary.json"):
+        (tmp_path / name).mkdir(parents=True)
+    said = "\n".join(load_run(tmp_path).problems)
+    for name in ("ledger.jsonl", "provenance.json", "a.sft.json", "b/summary.json"):
+        assert name in said
 
 
 def test_torn_and_unknown_event_lines_are_counted(tmp_path: Path) -> None:

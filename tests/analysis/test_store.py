@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,7 +10,7 @@ import pytest
 
 from agentrl import events
 from agentrl.errors import ConfigError, RecordError
-from analysis import parallel, reader, store, trajectory_time
+from analysis import fresh, parallel, reader, store, trajectory_time
 from analysis.reader import Share
 from analysis.run_files import load_run
 from analysis.store import Store, event_files, open_store
@@ -98,6 +99,38 @@ def test_times_of_a_clock_that_was_not_set_are_left_out_and_said(tmp_path: Path)
     run = load_run(tmp_path)
     assert len(run.store) == 9
     assert any("1 events left out: over 400 days" in problem for problem in run.problems)
+
+
+def test_spans_of_a_clock_that_was_set_back_count_as_no_time_and_are_said(tmp_path: Path) -> None:
+    back = events.Grade(trajectory="0/0/0", resolved=True, start=AT + 9, end=AT + 2)
+    write(tmp_path, "inference-a", back, grade("1/0/0", 9))
+    run = load_run(tmp_path)
+    assert [each.seconds for each in run.of(events.Grade)] == [0, 1]
+    assert any("1 spans end before they begin" in problem for problem in run.problems)
+
+
+@pytest.mark.parametrize("what", ["a link to itself", "a link to nothing", "a folder", "a pipe"])
+def test_what_is_no_file_among_the_event_files_is_named(tmp_path: Path, what: str) -> None:
+    path = write(tmp_path, "inference-a", grade("1/0/0", 9)).with_name("trainer-b-1.jsonl")
+    if what.startswith("a link"):
+        path.symlink_to(path if "itself" in what else tmp_path / "nothing")
+    else:
+        (os.mkfifo if what == "a pipe" else os.mkdir)(path)
+    run = load_run(tmp_path)
+    assert len(run.store) == 1
+    assert "events/trainer-b-1.jsonl is no file that can be read: left out." in run.problems
+    assert fresh.key([tmp_path], ()) == fresh.key([tmp_path], ())
+
+
+def test_a_file_that_grows_while_it_is_read_gives_what_was_whole_when_it_was_listed(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, "inference-a", *(grade(f"{i}/0/0", i) for i in range(9)))
+    files = event_files(path.parent)
+    with path.open("ab") as file:
+        file.write(b'{"kind":"grade","trajectory":"9/0/0","resol')
+    found = open_store(path.parent, files, None)
+    assert (len(found), found.index.found.rejected) == (9, {})
 
 
 def test_fields_of_another_version_are_named(tmp_path: Path) -> None:
