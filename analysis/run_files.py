@@ -107,21 +107,21 @@ def load_run(folder: Path, *, window: Window | None = None) -> Run:
         )
     problems: list[str] = []
     is_ours = any((folder / name).exists() for name in MARKS)
-    is_others = not is_ours and any(folder.iterdir())
-    found, told = _of_others(folder, problems) if is_others else (None, ())
-    store, aside = (found, 0) if found else _events(folder, problems)
+    found, told = _of_others(folder, problems) if not is_ours else (None, ())
+    is_others = bool(found or told)
+    store, aside = (found or from_events([]), 0) if is_others else _events(folder, problems)
     if window:
         store = store.within(*window.bounds(store.span()[0]))
         problems.append(f"Only events from {window.words} are shown.")
     return Run(
         folder=folder,
-        config=_config(folder / "config.yaml", problems),
+        config=None if is_others else _config(folder / "config.yaml", problems),
         store=store,
         aside=aside,
         ledger=tuple(read_lines(folder / "ledger.jsonl", Attempt, problems)),
-        evaluations=told or _evaluations(folder / "evaluations", problems),
+        evaluations=told if is_others else _evaluations(folder / "evaluations", problems),
         sft=_sft(folder / "sft", problems),
-        provenance=_provenance(folder / "provenance.json", problems),
+        provenance={} if is_others else _provenance(folder / "provenance.json", problems),
         problems=tuple(problems),
     )
 

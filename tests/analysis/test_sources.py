@@ -156,6 +156,8 @@ def test_a_folder_of_logs_is_reported_like_a_run(tmp_path: Path) -> None:
     assert len(run.of(events.EngineMetrics)) == 7
     assert throughput.table(run) == []
     assert any("SGLang log: 6 of 12" in problem for problem in run.problems)
+    for ours in ("config.yaml", "provenance.json", "evaluations/", "events/"):
+        assert not any(ours in problem for problem in run.problems)
 
 
 def test_pickles_and_strangers_are_named_and_left_alone(tmp_path: Path) -> None:
