@@ -253,7 +253,8 @@ def _hours(axes: Axes, rows: Sequence[Row]) -> None:
     plot.stack(axes, [float(hour) for hour in range(last + 2)], layers)
     axes.set_xlabel("hours since the first event")
     axes.set_ylabel("count in the hour")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=plot.TICKS))
 
 
 def _plural(name: str, count: int) -> str:

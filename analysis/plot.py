@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,8 +131,7 @@ def save(figure: Figure, path: Path, headline: str, *, n: str, png: bool = True)
         figure.legends[0].set_alignment("left")
     else:
         figure.supxlabel(below, x=0.99, ha="right", fontproperties=small, color=MUTED)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a box; the CSV has the letter
+    with _quiet():
         _print(figure, path, png=png)
 
 
@@ -177,8 +177,17 @@ def wrapped(text: str, width_in: float, font: FontProperties) -> str:
 
 
 def _width_in(text: str, font: FontProperties) -> float:
-    width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
+    with _quiet():
+        width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
     return float(width) / 72
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Say nothing of letters that no font has: a box is drawn, and the CSV has the letter."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        yield
 
 
 def say_nothing(axes: Axes, words: str) -> None:

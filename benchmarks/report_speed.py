@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import shlex
 import shutil
 import subprocess
 import sys
@@ -193,7 +192,7 @@ def measure(run: Path, peers: str, rounds: int) -> dict[str, Any]:
     return {
         "benchmark": "report_speed",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "benchmarks.report_speed", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.report_speed RUN --peers PYTHON --rounds {rounds}",
         "versions": versions(peers),
         "bytes": sum(path.stat().st_size for path in files),
         "rows": {name: some[0]["rows"] for name, some in readings.items()},

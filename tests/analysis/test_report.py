@@ -87,7 +87,7 @@ def test_hostile_causes_and_reasons_are_escaped_everywhere(tmp_path: Path) -> No
 
 
 def test_the_summary_names_each_number_that_matters(page: Path) -> None:
-    text = page.read_text()
+    text = page.read_text().replace("\N{NO-BREAK SPACE}", " ")
     for words in (
         "pass@1 after SFT", "pass@1 after RL", "Trajectories an hour", "Trainer idle",
         "Engines idle", "Lost trajectories", "95 % intervals", "control for sharpening",
