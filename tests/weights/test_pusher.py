@@ -32,7 +32,7 @@ class Gathering:
     """A model that is gathered anew at each push; knows how often, and whether to the end."""
 
     def __init__(self, device: str) -> None:
-        self.size = SMALL if device == "cpu" else LARGE
+        self.device, self.size = torch.device(device), SMALL if device == "cpu" else LARGE
         self.tensors = {
             f"w{at}": torch.full((self.size,), float(at), device=device) for at in range(6)
         }
@@ -44,15 +44,20 @@ class Gathering:
         self.ended += 1
 
 
+def open_pusher(run_dir: Path, model: Gathering, *, timeout_s: float = 30) -> Pusher:
+    """Return one that sends each tensor of the model as a bucket."""
+    return Pusher(
+        run_dir=run_dir, attempt=1, address="127.0.0.1", device=model.device, timeout_s=timeout_s,
+        bucket_bytes=4 * model.size,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def push(tmp_path, request):
     """What pushes a model of six buckets to a receiver of so many: (why, its answer); the model."""
     ours, theirs = request.param
     model = Gathering(ours)
-    pusher = Pusher(
-        run_dir=tmp_path, attempt=1, address="127.0.0.1", device=torch.device(ours),
-        timeout_s=30, bucket_bytes=4 * model.size,
-    )  # fmt: skip
+    pusher = open_pusher(tmp_path, model)
 
     def work(life: str, buckets: int) -> tuple[str, float]:
         tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": life})
@@ -83,10 +88,7 @@ def test_a_receiver_that_dies_in_the_middle_fails_its_push_and_nothing_else(push
 
 def test_nothing_is_gathered_for_engines_that_never_come(tmp_path):
     model = Gathering("cpu")
-    pusher = Pusher(
-        run_dir=tmp_path, attempt=1, address="127.0.0.1", device=torch.device("cpu"),
-        timeout_s=0.5, bucket_bytes=4000,
-    )  # fmt: skip
+    pusher = open_pusher(tmp_path, model, timeout_s=0.5)
     tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://gone"})
     told = pusher.announce(1, model.tensors)
     assert told is not None
@@ -97,10 +99,7 @@ def test_nothing_is_gathered_for_engines_that_never_come(tmp_path):
 
 def test_other_tensors_than_were_announced_are_not_sent_as_those(tmp_path):
     model = Gathering("cpu")
-    pusher = Pusher(
-        run_dir=tmp_path, attempt=1, address="127.0.0.1", device=torch.device("cpu"),
-        timeout_s=30, bucket_bytes=4000,
-    )  # fmt: skip
+    pusher = open_pusher(tmp_path, model)
     tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://there"})
     told = pusher.announce(1, dict(reversed(model.tensors.items())))
     command = [sys.executable, str(RECEIVER), str(tmp_path / "weights"), "cpu", "6"]
