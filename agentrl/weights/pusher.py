@@ -25,6 +25,10 @@ from agentrl.weights.push import Bucket, Push, buckets_of, first_ranks, members,
 log = logging.getLogger(__name__)
 
 
+class LostReceiver(Exception):
+    """An engine left in the middle of a push."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Pusher:
     """Keeps its group from one version to the next while the same engines are there."""
@@ -84,14 +88,14 @@ class Pusher:
         coming = iter(tensors)
         try:
             send_buckets(push.buckets, coming, self._group, self.device)
-        except RuntimeError as error:  # of one that left
+        except LostReceiver as error:
             return self._gave_up(push, error)
         finally:
             for _ in coming:
                 pass
         return ""
 
-    def _gave_up(self, push: Push, error: RuntimeError) -> str:
+    def _gave_up(self, push: Push, error: Exception) -> str:
         log.warning("push of version %d: %s; engines load it from disk", push.version, error)
         self.close()
         return str(error)
@@ -122,16 +126,26 @@ def send_buckets(
 ) -> None:
     """Broadcast tensors from rank 0 as the buckets list them, each bucket as one run of bytes.
 
-    While one is on its way the next is gathered: two are in memory at a time.
+    While one is on its way the next is gathered: two are in memory at a time. Raises LostReceiver;
+    what `coming` raises is its own.
     """
     before: dist.Work | None = None
     for bucket in buckets:
         flat = torch.cat([_bytes(tensor, device) for tensor in _next(coming, bucket)])
+        before = _sent(before, flat, group)
+    _sent(before, None, group)
+
+
+def _sent(
+    before: dist.Work | None, flat: Tensor | None, group: dist.ProcessGroup | None
+) -> dist.Work | None:
+    """Wait for the bucket before, and send the next if there is one. Raises LostReceiver."""
+    try:
         if before is not None:
             before.wait()
-        before = dist.broadcast(flat, 0, group=group, async_op=True)
-    if before is not None:
-        before.wait()
+        return None if flat is None else dist.broadcast(flat, 0, group=group, async_op=True)
+    except RuntimeError as error:  # gloo's and NCCL's
+        raise LostReceiver(str(error)) from error
 
 
 def room_for(

@@ -97,6 +97,24 @@ def test_nothing_is_gathered_for_engines_that_never_come(tmp_path):
     pusher.close()
 
 
+def test_a_gathering_that_breaks_is_not_taken_for_a_lost_engine(tmp_path):
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield next(iter(model.tensors.items()))
+        raise RuntimeError("out of memory")
+
+    model = Gathering("cpu")
+    pusher = open_pusher(tmp_path, model)
+    tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://there"})
+    told = pusher.announce(1, model.tensors)
+    command = [sys.executable, str(RECEIVER), str(tmp_path / "weights"), "cpu", "6"]
+    assert told is not None
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as receiver:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            pusher.send(told, broken())
+        receiver.kill()
+    pusher.close()
+
+
 def test_other_tensors_than_were_announced_are_not_sent_as_those(tmp_path):
     model = Gathering("cpu")
     pusher = open_pusher(tmp_path, model)
