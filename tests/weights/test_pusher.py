@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from agentrl.weights.push import tell_members
+from agentrl.weights.push import Push, tell_members
 from agentrl.weights.pusher import Pusher
 
 RECEIVER = Path(__file__).with_name("push_receiver.py")
@@ -52,6 +52,20 @@ def open_pusher(run_dir: Path, model: Gathering, *, timeout_s: float = 30) -> Pu
     )  # fmt: skip
 
 
+def announce(pusher: Pusher, life: str, tensors: dict[str, Tensor]) -> Push:
+    """Announce tensors to one engine, which is known by its address."""
+    tell_members(pusher.run_dir / "attempts" / "0001", 0, {"engine-0": life})
+    told = pusher.announce(1, tensors)
+    assert told is not None
+    return told
+
+
+def receiver(pusher: Pusher, buckets: int, device: str = "cpu") -> subprocess.Popen[str]:
+    """Start that engine; it takes so many buckets."""
+    command = [sys.executable, RECEIVER, pusher.run_dir / "weights", device, buckets]
+    return subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True)
+
+
 @pytest.fixture
 def push(tmp_path, request):
     """What pushes a model of six buckets to a receiver of so many: (why, its answer); the model."""
@@ -60,14 +74,11 @@ def push(tmp_path, request):
     pusher = open_pusher(tmp_path, model)
 
     def work(life: str, buckets: int) -> tuple[str, float]:
-        tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": life})
-        told = pusher.announce(1, model.tensors)
-        assert told is not None
+        told = announce(pusher, life, model.tensors)
         assert len(told.buckets) == 6
-        command = [sys.executable, str(RECEIVER), str(tmp_path / "weights"), theirs, str(buckets)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as receiver:
+        with receiver(pusher, buckets, theirs) as engine:
             why = pusher.send(told, model)
-            printed, _ = receiver.communicate(timeout=60)
+            printed, _ = engine.communicate(timeout=60)
         return why, float(printed or "nan")
 
     yield work, model
@@ -89,9 +100,7 @@ def test_a_receiver_that_dies_in_the_middle_fails_its_push_and_nothing_else(push
 def test_nothing_is_gathered_for_engines_that_never_come(tmp_path):
     model = Gathering("cpu")
     pusher = open_pusher(tmp_path, model, timeout_s=0.5)
-    tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://gone"})
-    told = pusher.announce(1, model.tensors)
-    assert told is not None
+    told = announce(pusher, "http://gone", model.tensors)
     assert pusher.send(told, model)
     assert model.begun == 0
     pusher.close()
@@ -104,26 +113,20 @@ def test_a_gathering_that_breaks_is_not_taken_for_a_lost_engine(tmp_path):
 
     model = Gathering("cpu")
     pusher = open_pusher(tmp_path, model)
-    tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://there"})
-    told = pusher.announce(1, model.tensors)
-    command = [sys.executable, str(RECEIVER), str(tmp_path / "weights"), "cpu", "6"]
-    assert told is not None
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as receiver:
+    told = announce(pusher, "http://there", model.tensors)
+    with receiver(pusher, 6) as engine:
         with pytest.raises(RuntimeError, match="out of memory"):
             pusher.send(told, broken())
-        receiver.kill()
+        engine.kill()
     pusher.close()
 
 
 def test_other_tensors_than_were_announced_are_not_sent_as_those(tmp_path):
     model = Gathering("cpu")
     pusher = open_pusher(tmp_path, model)
-    tell_members(tmp_path / "attempts" / "0001", 0, {"engine-0": "http://there"})
-    told = pusher.announce(1, dict(reversed(model.tensors.items())))
-    command = [sys.executable, str(RECEIVER), str(tmp_path / "weights"), "cpu", "6"]
-    assert told is not None
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as receiver:
+    told = announce(pusher, "http://there", dict(reversed(model.tensors.items())))
+    with receiver(pusher, 6) as engine:
         with pytest.raises(ValueError, match=r"\['w5'\] was announced, and \['w0'\] came"):
             pusher.send(told, model)
-        receiver.kill()
+        engine.kill()
     pusher.close()
