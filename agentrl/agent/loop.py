@@ -135,6 +135,7 @@ class _Try:
             temperature=self.temperature,
             stop_token_ids=self.tokens.stop_ids,
             seed=None if self.seed is None else self.seed + self.turns,
+            experts_from=self.buffer.known_experts,
         )
         start, begun = ev.now(), self.clock()
         generation = await self.engine.generate(

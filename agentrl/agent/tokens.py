@@ -8,9 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from agentrl.agent.template import ChatTemplate, Frame, Message
 from agentrl.agent.toolcall import THINK
 from agentrl.engine.base import Generation, VersionSpan
+from agentrl.engine.experts import NO_EXPERTS, Experts
 from agentrl.errors import TemplateError
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 class TokenBuffer:
     """One trajectory's tokens; what is in it never changes."""
 
-    __slots__ = ("_logprobs", "_mask", "tokens", "versions")
+    __slots__ = ("_experts", "_logprobs", "_mask", "known_experts", "tokens", "versions")
 
     def __init__(self, prompt: Sequence[int]) -> None:
         self.tokens: list[int] = list(prompt)
@@ -28,6 +31,9 @@ class TokenBuffer:
         """Spans over `tokens`; only sampled tokens are covered."""
         self._logprobs = array("d", bytes(8 * len(prompt)))
         self._mask = bytearray(len(prompt))
+        self._experts: list[Experts] = []
+        self.known_experts = 0
+        """Positions, from the first on, whose experts are known."""
 
     def append_sampled(self, generation: Generation) -> None:
         """Append a reply as the engine gave it, mask on. Raises ValueError where it has gaps."""
@@ -51,6 +57,18 @@ class TokenBuffer:
             VersionSpan(version=span.version, start=span.start + offset, end=span.end + offset)
             for span in generation.versions
         )
+        if generation.experts is not None:
+            self._append_experts(generation.experts, generation.engine)
+
+    def _append_experts(self, experts: Experts, engine: str) -> None:
+        self.known_experts += len(experts)
+        if self.known_experts >= len(self.tokens):
+            raise ValueError(
+                f"{engine} gave experts of {self.known_experts} positions in a sequence of "
+                f"{len(self.tokens)} tokens, the last of which was not computed yet"
+            )
+        if len(experts):
+            self._experts.append(experts)
 
     def append_context(self, ids: Sequence[int]) -> None:
         """Append what the model did not sample, mask off."""
@@ -65,6 +83,16 @@ class TokenBuffer:
     def logprobs(self) -> list[float]:
         """One a token; 0.0 where the mask is off."""
         return self._logprobs.tolist()
+
+    @property
+    def experts(self) -> Experts:
+        """[tokens, layers, experts a token]; none where any is missing.
+
+        Nothing was computed of the last token, which is in no loss: it has those of the one before.
+        """
+        if not self._experts or self.known_experts != len(self.tokens) - 1:
+            return NO_EXPERTS
+        return np.concatenate([*self._experts, self._experts[-1][-1:]])
 
     @property
     def loss_mask(self) -> list[bool]:

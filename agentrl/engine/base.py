@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+from agentrl.engine.experts import Experts
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -24,6 +26,8 @@ class Sampling:
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    experts_from: int = 0
+    """First position of the sequence whose experts the caller lacks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +43,9 @@ class Generation:
     cached_tokens: int
     engine: str
     """Address of the engine that answered last."""
+    experts: Experts | None = field(default=None, compare=False)
+    """[n, layers, experts a token] of the positions from `experts_from` to the one before the last
+    token, or of fewer where the reply ends by an abort; None: not asked for."""
 
 
 class Engine(Protocol):

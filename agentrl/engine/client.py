@@ -7,14 +7,16 @@ import os
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
 import msgspec
+import numpy as np
 
 from agentrl.config import EngineConfig
 from agentrl.engine.base import Finish, Generation, Sampling, VersionSpan
+from agentrl.engine.experts import Experts, ModelExperts
 from agentrl.engine.router import Router
 from agentrl.engine.wire import Wire
 from agentrl.errors import EngineLost, RequestRefused
@@ -56,11 +58,20 @@ class _Meta(msgspec.Struct):
     weight_version: str = "0"
     weight_versions: list[_Span] = []
     output_token_logprobs: list[_Logprob] = []
+    routed_experts: bytes | None = None
 
 
 class _Answer(msgspec.Struct):
     meta_info: _Meta
     output_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one request brought; experts: None where none were asked for, or none came."""
+
+    answer: _Answer
+    experts: Experts | None = None
 
 
 class _Params(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -78,6 +89,8 @@ class _Request(msgspec.Struct, kw_only=True, omit_defaults=True):
     return_logprob: bool
     logprob_start_len: int
     extra_key: str | None = None
+    return_routed_experts: bool = False
+    routed_experts_start_len: int = 0
 
 
 _ANSWERS = msgspec.json.Decoder(_Answer)
@@ -91,9 +104,13 @@ class _Reply:
     logprobs: tuple[float, ...] = ()
     spans: tuple[VersionSpan, ...] = ()
     cached: int | None = None
+    experts: tuple[Experts, ...] = ()
 
-    def add(self, answer: _Answer) -> None:
+    def add(self, part: _Part) -> None:
         """Append a part; its spans count from its own first token."""
+        answer = part.answer
+        if part.experts is not None:
+            self.experts += (part.experts,)
         meta, offset = answer.meta_info, len(self.tokens)
         if self.cached is None:
             self.cached = meta.cached_tokens
@@ -111,6 +128,11 @@ class _Reply:
             start, self.spans = self.spans[-1].start, self.spans[:-1]
         self.spans += (VersionSpan(version=version, start=start, end=end),)
 
+    @property
+    def positions(self) -> int:
+        """As many as experts are known of."""
+        return sum(map(len, self.experts))
+
     def generation(self, finish: Finish, url: str) -> Generation:
         return Generation(
             token_ids=self.tokens,
@@ -119,6 +141,7 @@ class _Reply:
             finish=finish,
             cached_tokens=self.cached or 0,
             engine=url,
+            experts=np.concatenate(self.experts) if self.experts else None,
         )
 
 
@@ -127,6 +150,8 @@ class EngineClient:
 
     weights: a name of the weights that the engines of `urls()` proved; an engine's prefix cache is
     asked for under that name only, so that no reply builds on keys and values of other weights.
+    experts: those of the model; engines are then asked which of them each position took, once for
+    each position of a trajectory. None: not asked.
     """
 
     def __init__(
@@ -136,12 +161,14 @@ class EngineClient:
         events: Writer | None = None,
         *,
         weights: Callable[[], str] | None = None,
+        experts: ModelExperts | None = None,
     ) -> None:
         self._router = Router(urls)
         self._urls = urls
         self._config = config
         self._events = events or NoEvents()
         self._weights = weights
+        self._experts = experts
         self._wire = Wire(timeout_s=config.request_timeout_s)
 
     async def __aenter__(self) -> Self:
@@ -175,9 +202,14 @@ class EngineClient:
         while True:
             before = len(reply.tokens)
             ids = [*input_ids, *reply.tokens] if before else input_ids
-            url, answer = await self._send(ids, sampling, budget - before, trajectory)
-            reply.add(answer)
-            kind = answer.meta_info.finish_reason.type
+            wanted = replace(
+                sampling,
+                max_new_tokens=budget - before,
+                experts_from=sampling.experts_from + reply.positions,
+            )
+            url, part = await self._send(ids, wanted, trajectory)
+            reply.add(part)
+            kind = part.answer.meta_info.finish_reason.type
             if kind != "abort":
                 return reply.generation(kind, url)
             if len(reply.tokens) >= budget:
@@ -193,9 +225,7 @@ class EngineClient:
                 )
             await asyncio.sleep(POLL_S)  # for what aborts it, as a pause, to be known here
 
-    async def _send(
-        self, ids: list[int], sampling: Sampling, budget: int, trajectory: str
-    ) -> tuple[str, _Answer]:
+    async def _send(self, ids: list[int], sampling: Sampling, trajectory: str) -> tuple[str, _Part]:
         """Post one request until an engine answers it; return which did."""
         avoid: set[str] = set()
         causes: list[str] = []
@@ -203,7 +233,7 @@ class EngineClient:
             url = await self._wait_for_engine(trajectory, avoid)
             self._router.begin(url)
             try:
-                return url, await self._post(url, self._payload(ids, sampling, budget))
+                return url, await self._post(url, ids, sampling)
             except (ConnectionError, _Busy, _Garbled) as error:
                 causes.append(f"{url}: {type(error).__name__}: {error}")
                 self._tell(url, causes[-1], attempt + 1)
@@ -223,12 +253,13 @@ class EngineClient:
             f"the last by {causes[-1]}; see the engines' logs"
         )
 
-    async def _post(self, url: str, payload: bytes) -> _Answer:
-        status, body = await self._wire.post(url, "/generate", payload)
+    async def _post(self, url: str, ids: list[int], sampling: Sampling) -> _Part:
+        status, body = await self._wire.post(url, "/generate", self._payload(ids, sampling))
         if status == 503:
             raise _Busy(body.decode(errors="replace")[:200])
         if status in ABORTED and b"was aborted" in body:
-            return _Answer(meta_info=_Meta(finish_reason=_Finish(type="abort")), output_ids=())
+            meta = _Meta(finish_reason=_Finish(type="abort"))
+            return _Part(_Answer(meta_info=meta, output_ids=()))
         if status != 200:
             raise RequestRefused(
                 f"{url} answered {status} to /generate: {body.decode(errors='replace')[:500]}"
@@ -240,13 +271,27 @@ class EngineClient:
         tokens, logprobs = len(answer.output_ids), len(answer.meta_info.output_token_logprobs)
         if tokens != logprobs:
             raise _Garbled(f"{tokens} tokens and {logprobs} log-probabilities")
-        return answer
+        rows = len(ids) + tokens - 1 - sampling.experts_from
+        return _Part(answer, self._experts_of(answer.meta_info, rows))
 
-    def _payload(self, ids: list[int], sampling: Sampling, budget: int) -> bytes:
+    def _experts_of(self, meta: _Meta, rows: int) -> Experts | None:
+        if self._experts is None:
+            return None
+        if meta.routed_experts is None:
+            # a request aborted while it waited has none: the next part is asked for them
+            if meta.finish_reason.type == "abort":
+                return None
+            raise _Garbled("no routed experts; its server lacks --enable-return-routed-experts")
+        try:
+            return self._experts.decode(meta.routed_experts, rows)
+        except ValueError as error:
+            raise _Garbled(str(error)) from error
+
+    def _payload(self, ids: list[int], sampling: Sampling) -> bytes:
         request = _Request(
             input_ids=ids,
             sampling_params=_Params(
-                max_new_tokens=budget,
+                max_new_tokens=sampling.max_new_tokens,
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 stop_token_ids=sampling.stop_token_ids,
@@ -256,6 +301,8 @@ class EngineClient:
             return_logprob=True,
             logprob_start_len=-1,
             extra_key=None if self._weights is None else self._weights(),
+            return_routed_experts=self._experts is not None,
+            routed_experts_start_len=sampling.experts_from if self._experts else 0,
         )
         return msgspec.json.encode(request)
 

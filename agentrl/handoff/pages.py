@@ -67,8 +67,11 @@ def encode_lists(rows: Sequence[NDArray[Any]], *, is_split: bool, level: int) ->
 
 
 def encode_texts(rows: Sequence[str], *, level: int) -> Page:
-    texts = [row.encode() for row in rows]
-    plain = b"".join([part for text in texts for part in (LENGTH.pack(len(text)), text)])
+    return encode_bytes([row.encode() for row in rows], level=level)
+
+
+def encode_bytes(rows: Sequence[bytes | memoryview], *, level: int) -> Page:
+    plain = b"".join([part for row in rows for part in (LENGTH.pack(len(row)), row)])
     return _page(
         memoryview(plain),
         levels=(b"", b""),
@@ -93,12 +96,19 @@ def decode_lists(data: memoryview, kind: type[np.generic], rows: int) -> list[ND
 
 def decode_texts(data: memoryview, rows: int) -> list[str]:
     """Return the texts of the page at the start of `data`. Raises ValueError, LookupError."""
+    return [str(row, "utf-8") for row in decode_bytes(data, rows)]
+
+
+def decode_bytes(data: memoryview, rows: int) -> list[memoryview]:
+    """Return the rows of the page at the start of `data`. Raises ValueError, LookupError."""
     _, _, plain = _open(data, rows)
     found, place = [], 0
     for _ in range(rows):
         (size,) = LENGTH.unpack(plain[place : place + LENGTH.size])
         place += LENGTH.size + size
-        found.append(str(plain[place - size : place], "utf-8"))
+        if place > len(plain):
+            raise ValueError(f"a page of {len(plain)} bytes with a value that ends at {place}")
+        found.append(plain[place - size : place])
     return found
 
 

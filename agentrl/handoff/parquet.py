@@ -19,13 +19,17 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from agentrl.engine.base import VersionSpan
+from agentrl.engine.experts import NO_EXPERTS, Experts
 from agentrl.errors import RecordError
 from agentrl.handoff.pages import (
     Page,
+    decode_bytes,
     decode_lists,
     decode_texts,
+    encode_bytes,
     encode_lists,
     encode_texts,
     graft,
@@ -64,8 +68,13 @@ SCHEMA = pa.schema(
         pa.field("seconds", pa.map_(pa.string(), pa.field("value", pa.float64(), nullable=False))),
         pa.field("messages", pa.string(), nullable=False),
         pa.field("patch", pa.string(), nullable=False),
+        pa.field("experts", pa.binary(), nullable=False),
+        pa.field("expert_layers", pa.int32(), nullable=False),
+        pa.field("experts_per_token", pa.int32(), nullable=False),
     ]
 )
+SINCE_EXPERTS = SCHEMA.names[-3:]
+"""Files written before these columns lack them, and hold no experts."""
 SCALARS = ("run", "draw", "task_id", "attempt", "node", "reward", "cause", "turns", "tries")
 TEXTS = ("messages", "patch")
 TOKEN_FIELDS: dict[str, type[np.generic]] = {
@@ -75,8 +84,9 @@ TOKEN_FIELDS: dict[str, type[np.generic]] = {
 }
 SPLIT = "tokens"
 """Half of a token id's bytes are nearly constant: side by side they compress better and faster."""
-LEVELS = {"tokens": 1, "logprobs": -1, "loss_mask": 1, "messages": 1, "patch": 1}
-"""Of zstd. Logprobs are zeros, which any level packs, and noise, on which a higher one toils."""
+LEVELS = {"tokens": 1, "logprobs": -1, "loss_mask": 1, "messages": 1, "patch": 1, "experts": -1}
+"""Of zstd. Logprobs are zeros, which any level packs, and noise, on which a higher one toils;
+experts are noise too."""
 OPTIONS: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": LEVELS["messages"],
@@ -147,6 +157,8 @@ def _with_pages(
 
 def _page(name: str, rows: Sequence[Trajectory]) -> Page:
     values = [getattr(row, name) for row in rows]
+    if name == "experts":
+        return encode_bytes([_flat(value) for value in values], level=LEVELS[name])
     if name in TEXTS:
         return encode_texts(values, level=LEVELS[name])
     return encode_lists(values, is_split=name == SPLIT, level=LEVELS[name])
@@ -184,6 +196,9 @@ def _table(rows: Sequence[Trajectory]) -> pa.Table:
         columns[name] = pa.array([()] * len(rows), SCHEMA.field(name).type)
     for name in TEXTS:
         columns[name] = pa.array([""] * len(rows), SCHEMA.field(name).type)
+    columns["experts"] = pa.array([b""] * len(rows), pa.binary())
+    for place, name in enumerate(("expert_layers", "experts_per_token"), 1):
+        columns[name] = pa.array([row.experts.shape[place] for row in rows], pa.int32())
     columns["versions"] = _span_array(rows)
     columns["seconds"] = pa.array(
         [list(row.seconds.items()) for row in rows], SCHEMA.field("seconds").type
@@ -210,6 +225,8 @@ def _check_types(found: pa.Schema) -> None:
     types = {item.name: item.type for item in found}
     for item in SCHEMA:
         if item.name not in types:
+            if item.name in SINCE_EXPERTS:
+                continue
             raise ValueError(f"column {item.name!r} is missing")
         if not _same(types[item.name], item.type):
             raise ValueError(f"column {item.name!r} is {types[item.name]}, must be {item.type}")
@@ -234,7 +251,8 @@ def _trajectories(file: pq.ParquetFile, data: memoryview) -> tuple[Trajectory, .
     rows = file.metadata.num_rows
     if not rows:
         return ()
-    names = [name for name in SCHEMA.names if name not in LEVELS]
+    known = set(file.schema_arrow.names)
+    names = [name for name in SCHEMA.names if name not in LEVELS and name in known]
     table = file.read(names, use_threads=False).combine_chunks()  # a few small columns
     plain = {name: table.column(name).to_pylist() for name in SCALARS}
     seconds = table.column("seconds").to_pylist()
@@ -242,12 +260,14 @@ def _trajectories(file: pq.ParquetFile, data: memoryview) -> tuple[Trajectory, .
     arrays = {name: decode_lists(pages[name], kind, rows) for name, kind in TOKEN_FIELDS.items()}
     texts = {name: decode_texts(pages[name], rows) for name in TEXTS}
     spans = _spans(table.column("versions").chunk(0))
+    experts = _experts(table, pages, [len(row) for row in arrays["tokens"]])
     return tuple(
         Trajectory(
             **{name: values[row] for name, values in plain.items()},
             tokens=arrays["tokens"][row],
             logprobs=arrays["logprobs"][row],
             loss_mask=arrays["loss_mask"][row],
+            experts=experts[row],
             versions=spans[row],
             messages=texts["messages"][row],
             patch=texts["patch"][row],
@@ -255,6 +275,30 @@ def _trajectories(file: pq.ParquetFile, data: memoryview) -> tuple[Trajectory, .
         )
         for row in range(rows)
     )
+
+
+def _flat(experts: Experts) -> memoryview:
+    little: NDArray[Any] = np.ascontiguousarray(experts, experts.dtype.newbyteorder("<"))
+    return little.reshape(-1).view(np.uint8).data
+
+
+def _experts(table: pa.Table, pages: dict[str, memoryview], tokens: Sequence[int]) -> list[Experts]:
+    """Return each row's [tokens, layers, experts a token]. Raises ValueError, LookupError."""
+    if "expert_layers" not in table.column_names:
+        return [NO_EXPERTS] * len(tokens)
+    sizes = [table.column(name).to_pylist() for name in ("expert_layers", "experts_per_token")]
+    rows = decode_bytes(pages["experts"], len(tokens))
+    return [_shaped(*facts) for facts in zip(rows, tokens, *sizes, strict=True)]
+
+
+def _shaped(row: memoryview, tokens: int, layers: int, per_token: int) -> Experts:
+    if not row:
+        return NO_EXPERTS
+    shape, values = (tokens, layers, per_token), tokens * layers * per_token
+    kind = {values: "<u1", 2 * values: "<u2"}.get(len(row))
+    if kind is None:
+        raise ValueError(f"{len(row)} bytes of experts for {list(shape)} values")
+    return np.frombuffer(row, kind).reshape(shape)
 
 
 def _spans(column: pa.ListArray) -> list[tuple[VersionSpan, ...]]:

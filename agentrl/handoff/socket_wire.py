@@ -16,8 +16,9 @@ import msgspec
 
 from agentrl.errors import HandoffError, RecordError
 
-MAX_BYTES = 512 << 20
-"""Of one group. 16 trajectories of 128k tokens with their texts take a tenth of it."""
+MAX_BYTES = 1 << 30
+"""Of one group. 16 trajectories of 128k tokens with their texts take a twentieth of it, and nearly
+all with the experts of Qwen3-30B-A3B, 384 bytes a token."""
 HEARTBEAT_MS = 10_000
 LOST_MS = 30_000
 """Without a sign of life, after which a connection counts as lost."""

@@ -276,6 +276,7 @@ def _trajectory(
         tokens=np.asarray(buffer.tokens, np.int32),
         logprobs=np.asarray(buffer.logprobs, np.float32),
         loss_mask=np.asarray(buffer.loss_mask, np.bool_),
+        experts=buffer.experts,
         versions=tuple(buffer.versions),
         reward=outcome.reward,
         cause=outcome.cause,

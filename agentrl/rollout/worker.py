@@ -146,6 +146,7 @@ async def run_worker(
             weights=weights,
             leases=run_dir / "leases",
             events=events,
+            keeps_experts=config.engine.sglang.routed_experts,
         ) as shop,
     ):
         return await Worker(

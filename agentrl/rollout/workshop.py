@@ -10,6 +10,7 @@ from agentrl.agent.prompts import Prompts
 from agentrl.agent.tokens import ChatTokens
 from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
+from agentrl.engine.experts import read_experts
 from agentrl.events import Writer
 from agentrl.rollout.attempt import Workshop
 from agentrl.rollout.infra import InfraWindow
@@ -29,12 +30,15 @@ async def open_workshop(
     events: Writer,
     temperature: float | None = None,
     tokenizer: Path | None = None,
+    keeps_experts: bool = False,
 ) -> AsyncIterator[Workshop]:
     """Yield the workshop of one process; its sandboxes are closed at the end.
 
     urls: the engines to use now. weights: the name of what they proved to hold. tokenizer: folder
-    that has it; None is model.path. Raises TemplateError, SandboxUnavailable.
+    that has it; None is model.path. keeps_experts: trajectories tell which experts each token took.
+    Raises TemplateError, SandboxUnavailable, and ConfigError for experts of a model without any.
     """
+    experts = read_experts(Path(config.model.path)) if keeps_experts else None
     tokens = ChatTokens.load(tokenizer or Path(config.model.path), mode=config.agent.mode)
     prompts = Prompts.load(Path(config.agent.prompts))
     starts = Admission.of(config.sandbox)
@@ -46,7 +50,9 @@ async def open_workshop(
         admission=starts,
     )
     try:
-        async with EngineClient(urls, config.engine, events, weights=weights) as engine:
+        async with EngineClient(
+            urls, config.engine, events, weights=weights, experts=experts
+        ) as engine:
             yield Workshop(
                 config=config,
                 node=node,

@@ -2,6 +2,7 @@ import random
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -212,3 +213,54 @@ def test_token_fields_take_lists_and_are_read_only():
         made.tokens[0] = 5
     with pytest.raises(ValueError, match="must be equal"):
         trajectory(tokens=[1])
+
+
+def with_experts(size, attempt=0, *, layers=3, per_token=2, kind=np.uint8):
+    rng = np.random.default_rng(size + attempt)
+    found = rng.integers(0, np.iinfo(kind).max, (size, layers, per_token)).astype(kind)
+    return trajectory(attempt=attempt, size=size, experts=found)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=4),
+    kind=st.sampled_from([np.uint8, np.uint16]),
+    has=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_experts_survive_the_bytes_beside_rows_without_any(sizes, kind, has, tmp_path_factory):
+    rows = tuple(
+        with_experts(size, attempt, kind=kind) if told else trajectory(attempt=attempt, size=size)
+        for attempt, (size, told) in enumerate(zip(sizes, has, strict=False))
+    )
+    made = Group(draw=42, task_id="t", trajectories=rows)
+    found = decode_group(b"".join(encode_group(made)), tmp_path_factory.getbasetemp())
+    assert found == made
+    kinds = [row.experts.dtype for row in found.trajectories if row.experts.size]
+    assert all(one == kind for one in kinds)
+
+
+def test_other_readers_find_experts_as_bytes_and_their_shape(hand_on):
+    made = Group(draw=42, task_id="t", trajectories=(with_experts(9), trajectory()))
+    table = pq.ParquetFile(hand_on(made), page_checksum_verification=True).read()
+    assert table.column("experts").to_pylist() == [made.trajectories[0].experts.tobytes(), b""]
+    assert table.column("expert_layers").to_pylist() == [3, 0]
+    assert table.column("experts_per_token").to_pylist() == [2, 0]
+
+
+def test_a_file_from_before_experts_were_kept_holds_none():
+    found = read_group(Path(__file__).parent / "golden" / "00000042.parquet")
+    assert found == group()
+    assert all(row.experts.size == 0 for row in found.trajectories)
+
+
+@pytest.mark.parametrize(
+    ("experts", "words"),
+    [
+        (np.zeros((4, 3, 2), np.uint8), "experts of 4 tokens, 5 are there"),
+        (np.zeros((5, 3, 2), np.int64), "must be uint8 or uint16"),
+        (np.zeros((5, 6), np.uint8), "of 3 dimensions"),
+    ],
+)
+def test_experts_that_are_not_of_the_tokens_are_no_trajectory(experts, words):
+    with pytest.raises(ValueError, match=words):
+        trajectory(experts=experts)
