@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 PREFIX = "sglang:"
+DELIVERED = ("time_to_first_token_seconds_count", "num_requests_total")
 _LINE = re.compile(r"([a-zA-Z_:][\w:]*)(\{.*\})? (\S+)(?: -?\d+)?$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -34,16 +35,22 @@ class EngineNumbers:
     graph_passes: float = 0.0
     """Forward passes that replayed a graph, since the start."""
     eager_passes: float = 0.0
+    decode_passes: float = 0.0
+    """Of a rank, on average."""
+    delivered: float = 0.0
+    """Tokens and ends of replies that came to the server's port; 0 where it does not count them."""
 
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 
 def parse(text: str) -> Samples:
-    """Return the samples by name, SGLang's prefix left off; lines that are none are left out."""
+    """Return the samples by name, SGLang's prefix left off; buckets and odd lines are left out."""
     samples: Samples = defaultdict(list)
     for line in text.splitlines():
-        if line.startswith("#") or (found := _LINE.match(line.strip())) is None:
+        if line.startswith("#") or "_bucket{" in line:  # most of a text, and nothing that is kept
+            continue
+        if (found := _LINE.match(line.strip())) is None:
             continue
         name, labels, value = found.groups()
         try:
@@ -61,6 +68,7 @@ def numbers(text: str) -> EngineNumbers:
     passes = samples.get("cuda_graph_passes_total", [])
     graphs = sum(value for labels, value in passes if _is_graph(labels.get("mode", "")))
     retracted = _sum(samples, "num_retracted_requests_total")
+    later = _sum(samples, "inter_token_latency_seconds_count")
     return EngineNumbers(
         running=_sum(samples, "num_running_reqs"),
         queued=_sum(samples, "num_queue_reqs"),
@@ -76,7 +84,16 @@ def numbers(text: str) -> EngineNumbers:
         retracted=retracted or _sum(samples, "num_retracted_reqs"),
         graph_passes=graphs,
         eager_passes=sum(value for _, value in passes) - graphs,
+        decode_passes=_decode_passes(passes),
+        delivered=later and later + sum(_sum(samples, name) for name in DELIVERED),
     )
+
+
+def _decode_passes(passes: list[tuple[dict[str, str], float]]) -> float:
+    """Return the passes of a rank: each has its own labels, and a sample for each mode."""
+    ranks = {tuple(sorted((labels | {"mode": ""}).items())) for labels, _ in passes}
+    decoded = [value for labels, value in passes if labels.get("mode", "").startswith("decode")]
+    return sum(decoded) / max(len(ranks), 1)
 
 
 def _is_graph(mode: str) -> bool:

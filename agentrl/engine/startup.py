@@ -18,10 +18,13 @@ from agentrl.engine.command import StartOptions, engine_command
 from agentrl.engine.devices import EngineShare, free_ports
 from agentrl.engine.heads import refuse_lost_head
 from agentrl.engine.process import EngineProcess, tail
+from agentrl.engine.progress import STREAM_TOKENS
 from agentrl.errors import LaunchError, WaitTimeout
 from agentrl.weights.version import Announced, lease, release
 
 POLL_S = 0.05
+WATCHED = {"SGLANG_FORCE_STREAM_INTERVAL": str(STREAM_TOKENS)}
+"""What the watch relies on, whatever else is set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +116,7 @@ async def launch(config: EngineConfig, model: Path, start: Start) -> tuple[Engin
         graphs=start.graphs,
     )
     command = engine_command(config, options)
-    environ = share.environ(dict(os.environ)) | command.environment
+    environ = share.environ(dict(os.environ)) | command.environment | WATCHED
     process = await EngineProcess.start(command.arguments, start.log, environ=environ)
     url = None if is_embedded else f"http://127.0.0.1:{port}"
     return process, Ready(file=ready_file, url=url, name=name)

@@ -14,17 +14,22 @@ import aiohttp
 from agentrl.engine.admin import PROBE_PATH, EngineAdmin
 from agentrl.engine.faults import LogReader
 from agentrl.engine.process import EngineProcess
-from agentrl.engine.progress import Load, Progress
+from agentrl.engine.progress import Delivery, Load, Progress
 from agentrl.engine.proof import EngineWeights
 from agentrl.engine.reports import Reports
 from agentrl.engine.restarts import Fault
-from agentrl.engine.scrape import numbers
+from agentrl.engine.scrape import EngineNumbers, numbers
 
 LOG_EVERY_S = 0.25
 REST_OF_LOG_S = 1.0
 """A traceback names its cause some lines after it says that there is one."""
 LOAD_EVENT_S = 1.0
 METRICS_EVERY_S = 10.0
+"""Of the event; scrapes are more."""
+SCRAPES = 4
+"""In hang_s."""
+PROBES = 5
+"""In hang_s, where they are answered at once."""
 FAILING_PROBES = 3
 """In a row that end an engine whose scheduler moves on but which answers nobody."""
 NO_ANSWER = (aiohttp.ClientError, TimeoutError)
@@ -49,6 +54,7 @@ class Watch:
         self.progress = Progress(
             limit_s=max(self.hang_s - 3 * self.period_s, self.hang_s / 2),
             interval_cap_s=4 * self.period_s,
+            answer_s=self.hang_s / 2,
         )
 
     @property
@@ -79,11 +85,14 @@ class Watch:
                 if self.progress.sample_paused(at, load):
                     return self._hang(load)
                 continue
-            if not self.progress.sample(at, load):
+            found = self.progress.sample(at, load)
+            if not found:
                 if load is not None and at - told >= LOAD_EVENT_S:
                     self.reports.state(self.weights.name, "load", self.weights.version, load=load)
                     told = at
                 continue
+            if found == "unresponsive":
+                return self._unresponsive()
             if excused_s < self.compile_s and self.process.is_compiling():
                 excused_s += self.progress.stalled_s
                 self.progress.excuse()
@@ -111,34 +120,72 @@ class Watch:
             ),
         )
 
+    def _unresponsive(self) -> Fault:
+        return Fault(
+            cause="unresponsive",
+            detail=(
+                f"{self.admin.url}{PROBE_PATH} is not answered for "
+                f"{self.progress.unanswered_s:.1f} s (engine.hang_s={self.hang_s:g}) in which the "
+                "scheduler moved on and had nothing to do: what carries its answers out has stopped"
+            ),
+        )
+
     async def watch_health(self) -> Fault:
         """Send a generate probe now and then; one that an exchange overlapped says nothing."""
-        failed, said = 0, ""
+        failed = 0
         while True:
-            await asyncio.sleep(self.hang_s / 3)
+            await asyncio.sleep(self.hang_s / PROBES)
             if self.weights.is_paused:
                 continue
-            exchanges = self.weights.exchanges
-            self.progress.probe()
-            try:
-                is_ok = await self.admin.is_healthy(timeout_s=self.hang_s)
-                said = "" if is_ok else "does not answer 200"
-            except NO_ANSWER as error:
-                is_ok, said = False, f"{type(error).__name__} {error}".strip()
-            was_paused = self.weights.is_paused or exchanges != self.weights.exchanges
-            self.progress.probed(is_ok=is_ok)
-            failed = 0 if is_ok or was_paused else failed + 1
-            if failed >= FAILING_PROBES:
+            self.progress.probe(time.monotonic())
+            said = await self._probe()
+            self.progress.probed(is_ok=said == "")
+            failed = failed + 1 if said else 0
+            if said and failed >= FAILING_PROBES:
                 return Fault(
                     cause="unresponsive",
                     detail=f"{self.admin.url}{PROBE_PATH} {failed} times in a row: {said}",
                 )
 
+    async def _probe(self) -> str | None:
+        """Return why it failed, empty if it passed, None once an exchange overlaps it."""
+        exchanges = self.weights.exchanges
+        asked = asyncio.create_task(self.admin.is_healthy(timeout_s=self.hang_s))
+        try:
+            while not asked.done():
+                await asyncio.wait({asked}, timeout=self.period_s)
+                if self.weights.is_paused or exchanges != self.weights.exchanges:
+                    return None
+            return "" if await asked else "does not answer 200"
+        except NO_ANSWER as error:
+            return f"{type(error).__name__} {error}".strip()
+        finally:
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+
     async def watch_metrics(self) -> Fault:
+        """Scrape, tell of it now and then, and see that tokens come out."""
+        delivery, told = Delivery(), -METRICS_EVERY_S
         while True:
             with contextlib.suppress(*NO_ANSWER):
-                self.reports.metrics(self.weights.name, numbers(await self.admin.metrics()))
-            await asyncio.sleep(METRICS_EVERY_S)
+                found = numbers(await self.admin.metrics())
+                at = time.monotonic()
+                if at - told >= METRICS_EVERY_S:
+                    self.reports.metrics(self.weights.name, found)
+                    told = at
+                if delivery.sample(passes=found.decode_passes, delivered=found.delivered):
+                    return self._undelivered(found)
+            await asyncio.sleep(min(self.hang_s / SCRAPES, METRICS_EVERY_S))
+
+    def _undelivered(self, found: EngineNumbers) -> Fault:
+        return Fault(
+            cause="unresponsive",
+            detail=(
+                f"{found.running:.0f} requests run, and no token of theirs comes out, as /metrics "
+                f"of {self.admin.url} counts them (engine.hang_s={self.hang_s:g}): what carries "
+                "its answers out has stopped"
+            ),
+        )
 
 
 async def watch_exit(process: EngineProcess, log: LogReader) -> Fault:

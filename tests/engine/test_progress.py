@@ -7,18 +7,26 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.engine.progress import Load, Progress
+from agentrl.engine.progress import STREAM_TOKENS, Delivery, Load, Progress
 
 BUSY = Load(running=3, mark=(1.0,))
 
 
 def fresh(limit_s: float = 10.0) -> Progress:
-    return Progress(limit_s=limit_s, interval_cap_s=2.0)
+    return Progress(limit_s=limit_s, interval_cap_s=2.0, answer_s=5.0)
+
+
+def idle(mark: float) -> Load:
+    return Load(mark=(mark,))
 
 
 def first_hang(progress: Progress, loads: list[Load | None]) -> int | None:
-    """Feed one sample a second; return the second of the verdict."""
-    return next((at for at, load in enumerate(loads) if progress.sample(at, load)), None)
+    """Feed one sample a second; return the second of the verdict, which must be a hang."""
+    for at, load in enumerate(loads):
+        if found := progress.sample(at, load):
+            assert found == "hang"
+            return at
+    return None
 
 
 def test_a_mark_that_stands_still_while_requests_run_is_a_hang() -> None:
@@ -30,10 +38,10 @@ def test_no_answer_is_a_hang_as_well() -> None:
 
 
 def test_an_idle_engine_never_hangs_but_a_probe_is_work() -> None:
-    progress, idle = fresh(), Load(mark=(1.0,))
-    assert first_hang(progress, [idle] * 100) is None
-    progress.probe()
-    assert first_hang(progress, [idle] * 30) is not None
+    progress = fresh()
+    assert first_hang(progress, [idle(1)] * 100) is None
+    progress.probe(0)
+    assert first_hang(progress, [idle(1)] * 30) is not None
 
 
 def test_a_probe_that_came_back_is_progress() -> None:
@@ -41,8 +49,61 @@ def test_a_probe_that_came_back_is_progress() -> None:
     for at in range(100):
         assert not progress.sample(at, BUSY)
         if at % 5 == 0:
-            progress.probe()
+            progress.probe(at)
             progress.probed(is_ok=True)
+
+
+def test_a_probe_that_an_idle_moving_engine_does_not_answer_is_found_in_half_the_time() -> None:
+    progress = fresh()
+    progress.sample(0, idle(0))
+    progress.probe(0.5)
+    found = [progress.sample(at, idle(at)) for at in range(1, 10)]
+    assert found.index("unresponsive") == 5, "4.5 s after 5 samples, 5.5 s after 6"
+
+
+def test_work_and_a_mark_that_stands_still_do_not_count_against_a_probe() -> None:
+    progress = fresh()
+    progress.probe(0)
+    for at in range(1, 40):
+        moving = Load(running=at % 8 != 0, mark=(float(at),))
+        assert not progress.sample(2 * at, moving)
+        assert not progress.sample(2 * at + 1, moving), "a long prompt was begun since"
+
+
+def test_a_probe_over_which_the_engine_was_paused_says_nothing() -> None:
+    progress = fresh()
+    progress.probe(0)
+    assert not any(progress.sample(at, idle(at)) for at in range(4))
+    progress.sample_paused(4, idle(4))
+    assert not any(progress.sample(at, idle(at)) for at in range(5, 100))
+
+
+def test_a_clock_that_stands_still_is_a_hang_without_a_probe() -> None:
+    progress = fresh()
+    assert first_hang(progress, [*(idle(at) for at in range(9)), *[idle(-1)] * 30]) == 19
+
+
+def test_a_mark_that_stood_still_while_a_probe_passed_is_no_clock() -> None:
+    progress = fresh()
+    first_hang(progress, [*(idle(at) for at in range(9)), *[idle(-1)] * 3])
+    progress.probe(11)
+    progress.probed(is_ok=True)
+    assert first_hang(progress, [idle(-1)] * 100) is None
+
+
+def test_passes_without_a_token_at_the_port_are_found_and_few_of_them_are_not() -> None:
+    delivery = Delivery()
+    assert not delivery.sample(passes=0, delivered=7)
+    assert not delivery.sample(passes=5 * STREAM_TOKENS, delivered=7), "it may be under way"
+    assert delivery.sample(passes=5 * STREAM_TOKENS, delivered=7)
+    assert not delivery.sample(passes=9 * STREAM_TOKENS, delivered=8)
+    few = [delivery.sample(passes=10 * STREAM_TOKENS, delivered=8) for _ in range(9)]
+    assert not any(few)
+
+
+def test_a_server_that_does_not_count_what_comes_out_is_not_accused() -> None:
+    delivery = Delivery()
+    assert not any(delivery.sample(passes=at * STREAM_TOKENS, delivered=0) for at in range(99))
 
 
 def test_time_in_which_nobody_looked_counts_little() -> None:
@@ -63,7 +124,7 @@ def test_a_paused_engine_need_not_move_but_has_to_answer() -> None:
     progress = fresh()
     assert not any(progress.sample_paused(at, BUSY) for at in range(3600))
     silent = [progress.sample_paused(3600 + at, None) for at in range(60)]
-    assert silent.index(True) == 29, "three limits, counted from the last answer"
+    assert silent.index("hang") == 29, "three limits, counted from the last answer"
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
@@ -98,7 +159,7 @@ def test_thirty_minutes_of_long_prompts_pauses_and_pushes_raise_no_alarm_and_a_h
 ) -> None:
     """Periods and limits as Watch sets them for engine.hang_s=10; half a second a sample."""
     rng, at, mark = random.Random(seed), 0.0, 0.0
-    progress = Progress(limit_s=8.5, interval_cap_s=2.0)
+    progress = Progress(limit_s=8.5, interval_cap_s=2.0, answer_s=5.0)
     while at < 1800:
         kind = rng.choice(["decode", "prefill", "pause", "idle", "absent"])
         length = rng.uniform(0.5, {"prefill": 8.0, "pause": 120.0}.get(kind, 30.0))
