@@ -206,13 +206,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[4096, 16_384, 32_768])
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--tiles", nargs="*", default=[], help="more of ours, ROWS:LOGITS")
+    parser.add_argument(
+        "--tiles", nargs="*", default=[], help="more of ours, WHOLE_ROWS:ROWS:LOGITS"
+    )
     parser.add_argument("--only", default="", help="of the peers, those whose name has this in it")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     tiles = [Tile(), *map(_tile, options.tiles)]
     rivals = [
-        *((f"ours {tile.rows}:{tile.logits}", ours(tile)) for tile in tiles),
+        *((f"ours {tile.whole_rows}:{tile.rows}:{tile.logits}", ours(tile)) for tile in tiles),
         *((name, peer) for name, peer in peers() if options.only in name),
     ]
     result: dict[str, object] = {
@@ -248,8 +250,8 @@ def compare(rows: int, rivals: list[tuple[str, LogProbs]], rounds: int) -> dict[
 
 
 def _tile(text: str) -> Tile:
-    rows, logits = map(int, text.split(":"))
-    return Tile(rows=rows, logits=logits)
+    whole_rows, rows, logits = map(int, text.split(":"))
+    return Tile(whole_rows=whole_rows, rows=rows, logits=logits)
 
 
 def command(name: str) -> str:

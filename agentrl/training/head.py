@@ -1,11 +1,11 @@
 """The language-model head: log-probabilities and entropy of rows, without the logits in memory.
 
 Logits exist one tile (rows × words) at a time. Forward keeps running sums over the words (online
-softmax, arXiv:1805.02867); backward computes each tile again from the saved log-sum-exp, turns it
-into its gradient in place and multiplies that away: four products of [rows, words, hidden] in all
-instead of three, and no [rows, vocabulary] anywhere. The products are torch's, on CUDA and ROCm
-alike; on a GPU the arithmetic between them is Triton's (head_kernels), checked against the
-functions here.
+softmax, arXiv:1805.02867); backward computes each tile again from the saved log-sum-exp, but for
+the one that forward left it, turns it into its gradient in place and multiplies that away: not
+quite four products of [rows, words, hidden] in all instead of three, and no [rows, vocabulary]
+anywhere. The products are torch's, on CUDA and ROCm alike; on a GPU the arithmetic between them is
+Triton's (head_kernels), checked against the functions here.
 
 bfloat16 rows and words are multiplied as float16 on a GPU: both are exact in it (a final norm's
 output is within √width times its weights, far from 65,504; a word's numbers under 6e-5 are rounded
@@ -28,21 +28,35 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tile:
-    """How much is in memory at once. The default needs 256 MiB beside the gradients themselves."""
+    """How many rows and words one product takes; its logits are in memory, 2 bytes each on a GPU.
 
-    rows: int = 8192
-    """Forward: rows whose logits are made by one product; backward takes all rows at once."""
-    logits: int = 2**27
-    """Logits made by one product, numbers of 2 bytes on a GPU; half as many cost 3 % of time."""
+    All rows at once are fastest. Many leave less room beside their gradient, and are cut in parts:
+    of 151,936 words of 2,048 on an H200 32,768 rows take 1.24 GiB at once, gradients included, and
+    in parts 1.02 and 3 % more time.
+    """
+
+    whole_rows: int = 32_768
+    """Up to so many rows are taken at once."""
+    whole_logits: int = 2**27
+    """Logits of a tile of all rows: 256 MiB, of which forward leaves one to backward."""
+    rows: int = 4096
+    """Rows of a part."""
+    logits: int = 2**25
+    """Logits of a part's tile: 64 MiB."""
 
     def __post_init__(self) -> None:
-        if min(self.rows, self.logits) < 1:
+        if min(self.whole_rows, self.whole_logits, self.rows, self.logits) < 1:
             raise ValueError(f"{self}: each must be 1 or more")
 
-    def words(self, rows: int) -> int:
-        """Return how many words to take at once with so many rows, whole 128s where it can be."""
-        fitting = self.logits // rows
-        return max(1, fitting if fitting < 128 else fitting // 128 * 128)
+    def takes_whole(self, rows: int) -> bool:
+        return rows <= max(self.whole_rows, self.rows)
+
+    def cut(self, rows: int) -> tuple[int, int]:
+        """Return how many rows and words to take at once, whole 128s of words where it can be."""
+        is_whole = self.takes_whole(rows)
+        taken = rows if is_whole else self.rows
+        fitting = (self.whole_logits if is_whole else self.logits) // taken
+        return taken, max(1, fitting if fitting < 128 else fitting // 128 * 128)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +92,9 @@ def chosen_logprobs(
     if not len(hidden):
         nothing = hidden.sum(-1) + 0 * weight.sum()
         return nothing, nothing
-    answer = _Head.apply(hidden, weight, targets, 1 / temperature, tile, shard)  # type: ignore[no-untyped-call]
+    needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+    leaves = needs_gradient and tile.takes_whole(len(hidden))
+    answer = _Head.apply(hidden, weight, targets, 1 / temperature, tile, shard, leaves)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], answer)
 
 
@@ -92,17 +108,18 @@ class _Head(torch.autograd.Function):
         scale: float,
         tile: Tile,
         shard: Shard | None,
+        leaves: bool,
     ) -> tuple[Tensor, Tensor]:
         if shard:
             targets = targets - shard.start
-        sums = _sums(hidden, weight, targets, scale, tile)
+        sums, last = _sums(hidden, weight, targets, scale, tile)
         if shard:
             sums = _over_shards(sums, shard.group)
         top, total, weighted, chosen = sums
         log_total = top + total.log()
         entropy = log_total - weighted / total
         ctx.save_for_backward(hidden, weight, targets, log_total, entropy)
-        ctx.scale, ctx.tile, ctx.shard = scale, tile, shard
+        ctx.scale, ctx.tile, ctx.shard, ctx.last = scale, tile, shard, last if leaves else None
         ctx.set_materialize_grads(False)
         return chosen - log_total, entropy
 
@@ -115,25 +132,29 @@ class _Head(torch.autograd.Function):
         known = [targets, log_total, up_logprob]
         known += [] if up_entropy is None else [entropy, up_entropy]
         grads = _gradients(ctx, hidden, weight, known)
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 Sums = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of each row, [N]: the largest logit m, Σ e^(z−m), Σ z·e^(z−m), and the target's logit."""
 
 
-def _sums(hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, tile: Tile) -> Sums:
+def _sums(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float, tile: Tile
+) -> tuple[Sums, Tensor]:
+    """Return the sums of all words, and the logits of the last tile."""
     add, _ = _arithmetic(hidden.device.type)
     top = torch.full((len(hidden),), -torch.inf, dtype=_wide(hidden), device=hidden.device)
     sums = (top, torch.zeros_like(top), torch.zeros_like(top), torch.zeros_like(top))
-    left = _factor(hidden)
-    for words in _spans(len(weight), tile.words(min(tile.rows, len(hidden)))):
+    left, (taken, at_once) = _factor(hidden), tile.cut(len(hidden))
+    logits = left.new_empty(0)
+    for words in _spans(len(weight), at_once):
         right = _factor(weight[words]).T
-        for rows in _spans(len(hidden), tile.rows):
+        for rows in _spans(len(hidden), taken):
+            del logits  # before the next is made
             logits = left[rows] @ right
             add(logits, targets[rows], words.start, scale, [part[rows] for part in sums])
-            del logits  # before the next is made
-    return sums
+    return sums, logits
 
 
 def add_tile(
@@ -170,25 +191,67 @@ def _gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight; known: what `write_slope` needs of each row."""
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    tile, (count, width) = ctx.tile, hidden.shape
-    hidden_grad = torch.zeros(count, width, dtype=_wide(hidden), device=hidden.device)
+    hidden_grad = torch.zeros(hidden.shape, dtype=_wide(hidden), device=hidden.device)
     weight_grad = torch.empty_like(weight) if needs_weight else None
-    _, write_slope = _arithmetic(hidden.device.type)
-    left, at_once = _factor(hidden), tile.words(count)
-    room = left.new_empty(count * min(at_once, len(weight)))
-    for words in _spans(len(weight), at_once):
-        logits = room[: count * (words.stop - words.start)].view(count, -1)
-        torch.mm(left, _factor(weight[words]).T, out=logits)
-        slope = logits.view(hidden.dtype)  # of the same size: it is written over the logits
-        write_slope(logits, words.start, ctx.scale, known, slope)
-        if needs_hidden:
-            _add_product(hidden_grad, slope, weight[words])
-        if weight_grad is not None:
-            torch.mm(slope.T, hidden, out=weight_grad[words])
-    del room, left
+    grads = {"hidden_grad": hidden_grad if needs_hidden else None, "weight_grad": weight_grad}
+    _fill(ctx, hidden, weight, known, **grads)
     if needs_hidden and ctx.shard:
         dist.all_reduce(hidden_grad, group=ctx.shard.group)
     return hidden_grad.to(hidden.dtype) if needs_hidden else None, weight_grad
+
+
+def _fill(
+    ctx: Any,
+    hidden: Tensor,
+    weight: Tensor,
+    known: Sequence[Tensor],
+    *,
+    hidden_grad: Tensor | None,
+    weight_grad: Tensor | None,
+) -> None:
+    """Add to hidden_grad, which is of the wide dtype, and write weight_grad, a tile at a time."""
+    _, write_slope = _arithmetic(hidden.device.type)
+    taken, at_once = ctx.tile.cut(len(hidden))
+    if weight_grad is not None and taken < len(hidden):  # of some words, over parts of rows
+        total = torch.zeros_like(weight[:at_once], dtype=_wide(weight))
+    for words, rows, logits in _tiles_again(ctx, hidden, weight):
+        slope = logits.view(hidden.dtype)  # of the same size: it is written over the logits
+        write_slope(logits, words.start, ctx.scale, [one[rows] for one in known], slope)
+        if hidden_grad is not None:
+            _add_product(hidden_grad[rows], slope, weight[words])
+        if weight_grad is None:
+            continue
+        if len(slope) == len(hidden):
+            torch.mm(slope.T, hidden, out=weight_grad[words])
+            continue
+        if not rows.start:
+            total.zero_()
+        _add_product(total[: slope.shape[1]], slope.T, hidden[rows])
+        if rows.stop == len(hidden):
+            weight_grad[words] = total[: slope.shape[1]]
+
+
+def _tiles_again(ctx: Any, hidden: Tensor, weight: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Yield (words, rows, logits) of each tile, all rows of some words before other words.
+
+    All logits lie in the same place, and the taker may write over them.
+    """
+    count = len(hidden)
+    taken, at_once = ctx.tile.cut(count)
+    last, ctx.last = ctx.last, None  # written over here: a second backward makes it anew
+    left = _factor(hidden) if taken == count else None
+    room = _factor(hidden[:1]).new_empty(taken * at_once) if last is None else last.view(-1)
+    for words in reversed(list(_spans(len(weight), at_once))):
+        if last is not None:
+            yield words, slice(0, count), last
+            last = None
+            continue
+        right = _factor(weight[words]).T
+        for rows in _spans(count, taken):
+            logits = room[: (rows.stop - rows.start) * right.shape[1]].view(-1, right.shape[1])
+            # many rows have too much memory for a copy of all, few have it at hand
+            torch.mm(_factor(hidden[rows]) if left is None else left, right, out=logits)
+            yield words, rows, logits
 
 
 def write_slope(
@@ -211,7 +274,9 @@ def write_slope(
 
 
 def _spans(total: int, size: int) -> Iterator[slice]:
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+    """Yield slices of `size`; what is left over comes first."""
+    stops = range(total % size or size, total + 1, size)
+    return (slice(max(0, stop - size), stop) for stop in stops)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -12,6 +12,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]  # comes with tor
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 
 def add_tile(
     logits: Tensor, targets: Tensor, start: int, scale: float, sums: Sequence[Tensor]
@@ -19,7 +21,7 @@ def add_tile(
     """Take the logits of words `start` … into the running sums, in place."""
     rows, words = logits.shape
     _add_tile[(rows,)](
-        logits, targets, *sums, start, scale, words, logits.stride(0), BLOCK=2048, num_warps=4
+        logits, targets, *sums, start, scale, words, logits.stride(0), BLOCK=2048, num_warps=2
     )
 
 
@@ -83,24 +85,32 @@ def _add_tile(  # type: ignore[no-untyped-def]
 ):
     row = tl.program_id(0)
     line = logits + row.to(tl.int64) * stride
-    top = tl.load(tops + row)
+    factor = scale * LOG2_E  # powers of 2 are what the hardware has
+    top = tl.load(tops + row) * LOG2_E
     total = tl.load(totals + row)
-    weighted = tl.load(weighteds + row)
+    weighted = tl.load(weighteds + row) * LOG2_E
     place = tl.load(targets + row) - start
     columns = tl.arange(0, BLOCK)
-    for first in range(0, words, BLOCK):
-        inside = first + columns < words
-        scaled = tl.load(line + first + columns, mask=inside, other=float("-inf"))
-        scaled = scaled.to(tl.float32) * scale
+    whole = words // BLOCK * BLOCK
+    for first in tl.range(0, whole, BLOCK, num_stages=3):  # loads ahead, and no mask
+        scaled = tl.load(line + first + columns).to(tl.float32) * factor
         new_top = tl.maximum(top, tl.max(scaled, 0))
-        shares = tl.exp(scaled - new_top)
-        shrink = tl.exp(top - new_top)
+        shares, shrink = tl.exp2(scaled - new_top), tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(shares, 0)
+        weighted = weighted * shrink + tl.sum(shares * scaled, 0)
+        top = new_top
+    if whole < words:
+        inside = whole + columns < words
+        scaled = tl.load(line + whole + columns, mask=inside, other=float("-inf"))
+        scaled = scaled.to(tl.float32) * factor
+        new_top = tl.maximum(top, tl.max(scaled, 0))
+        shares, shrink = tl.exp2(scaled - new_top), tl.exp2(top - new_top)
         total = total * shrink + tl.sum(shares, 0)
         weighted = weighted * shrink + tl.sum(tl.where(inside, shares * scaled, 0.0), 0)
         top = new_top
-    tl.store(tops + row, top)
+    tl.store(tops + row, top / LOG2_E)
     tl.store(totals + row, total)
-    tl.store(weighteds + row, weighted)
+    tl.store(weighteds + row, weighted / LOG2_E)
     if (place >= 0) & (place < words):
         tl.store(chosens + row, tl.load(line + place).to(tl.float32) * scale)
 

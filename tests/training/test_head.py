@@ -29,7 +29,13 @@ def plain(hidden, weight, targets, temperature=1.0):
 @given(
     rows=st.integers(1, 20),
     words=st.integers(1, 40),
-    tile=st.builds(Tile, rows=st.integers(1, 25), logits=st.integers(1, 300)),
+    tile=st.builds(
+        Tile,
+        whole_rows=st.integers(1, 25),
+        whole_logits=st.integers(1, 300),
+        rows=st.integers(1, 25),
+        logits=st.integers(1, 300),
+    ),
     temperature=st.sampled_from([0.5, 1.0, 1.7]),
 )
 def test_any_tiles_give_the_plain_answer_and_gradients(rows, words, tile, temperature):
@@ -51,16 +57,23 @@ def test_gradients_pass_gradcheck():
     hidden, weight, targets = draw(4, 9, 3)
 
     def both(hidden, weight):
-        return chosen_logprobs(
-            hidden, weight, targets, temperature=0.7, tile=Tile(rows=3, logits=12)
-        )
+        return chosen_logprobs(hidden, weight, targets, temperature=0.7, tile=Tile(whole_logits=12))
 
     assert torch.autograd.gradcheck(both, (hidden, weight))
 
 
+def test_a_second_backward_gives_the_same_gradients():
+    hidden, weight, targets = draw()
+    logprobs, _ = chosen_logprobs(hidden, weight, targets, tile=Tile(whole_logits=40))
+    first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
+    second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_float32_is_within_1e_5_of_float64_at_a_real_vocabulary():
     hidden, weight, targets = draw(6, 151_936, 16, torch.float32)
-    ours = chosen_logprobs(hidden, weight, targets, tile=Tile(rows=4, logits=2**14))
+    ours = chosen_logprobs(hidden, weight, targets, tile=Tile(whole_rows=4, rows=4, logits=2**14))
     exact = plain(hidden.double(), weight.double(), targets)
     for mine, other in zip(ours, exact, strict=True):  # torch's own log_softmax is off by 2.6e-5
         torch.testing.assert_close(mine.double(), other, atol=1e-5, rtol=0)
@@ -86,12 +99,9 @@ def test_no_rows_give_no_numbers_and_zero_gradients():
 @pytest.mark.slow
 def test_peak_memory_is_a_tile_not_the_logits():
     hidden, weight, targets = draw(512, 32_768, 4, torch.float32)
+    tile = Tile(whole_rows=1, rows=128, logits=2**17)
     largest = _largest_allocation(
-        lambda: (
-            chosen_logprobs(hidden, weight, targets, tile=Tile(rows=128, logits=2**17))[0]
-            .sum()
-            .backward()
-        )
+        lambda: chosen_logprobs(hidden, weight, targets, tile=tile)[0].sum().backward()
     )
     assert largest < 4 * 512 * 32_768 / 16
 
@@ -123,7 +133,9 @@ def cut_head(rank: int, cut: int) -> list[float]:
     hidden, weight, targets = draw(9, 22)
     mine = weight.detach()[rank * cut : (rank + 1) * cut].clone().requires_grad_()
     shard = Shard(start=rank * cut, group=dist.group.WORLD)
-    ours = chosen_logprobs(hidden, mine, targets, tile=Tile(rows=4, logits=20), shard=shard)
+    ours = chosen_logprobs(
+        hidden, mine, targets, tile=Tile(whole_rows=4, rows=4, logits=20), shard=shard
+    )
     whole = plain(hidden, weight, targets)
     ups = torch.linspace(-1, 1, 9, dtype=torch.float64)
     found = torch.autograd.grad((ups * ours[0] + ours[1]).sum(), (hidden, mine))
@@ -145,11 +157,13 @@ def test_a_head_cut_over_two_ranks_equals_a_whole_one(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernels_of_a_gpu_do_what_plain_torch_does(dtype):
+@pytest.mark.parametrize("whole_rows", [70, 1])
+def test_the_kernels_of_a_gpu_do_what_plain_torch_does(dtype, whole_rows):
     hidden, weight, targets = (one.detach().cuda() for one in draw(70, 5000, 64))
     given = [one.to(dtype).requires_grad_() for one in (hidden / 8, weight)]
     ups = torch.randn(2, 70, device="cuda")
-    tile = Tile(rows=32, logits=70 * 600)
+    sizes = {"whole_logits": 70 * 600, "rows": 32, "logits": 32 * 3000}
+    tile = Tile(whole_rows=whole_rows, **sizes)
     ours = chosen_logprobs(*given, targets, temperature=0.7, tile=tile)
     wide = [one.detach().double().requires_grad_() for one in given]
     theirs = plain(*wide, targets, 0.7)
