@@ -98,14 +98,33 @@ def check(config: RunConfig) -> None:
             f"agent.temperature={config.agent.temperature}: training samples, so must be over 0; "
             "evaluation.temperature=0 is the greedy one"
         )
-    if config.engine.sglang.routed_experts:
-        raise ConfigError(
-            "engine.sglang.routed_experts=true: no trajectory carries the engine's experts to the "
-            "trainer, whose router chooses anew; set false, and watch `gap` in the step's event"
-        )
+    _check_replay(config)
     check_cluster(config.cluster)
     check_engine(config.engine)
     check_training(config.training)
+
+
+def _check_replay(config: RunConfig) -> None:
+    """Refuse routing replay where one of both sides cannot do it."""
+    if not config.engine.sglang.routed_experts:
+        return
+    asked = "engine.sglang.routed_experts=true"
+    if config.engine.kind != "sglang":
+        raise ConfigError(
+            f"{asked} with engine.kind={config.engine.kind}: that engine does not tell which "
+            "experts a token took; set false, or take engine=sglang"
+        )
+    training = config.training
+    if training.compile:
+        raise ConfigError(
+            f"{asked} with training.compile=true: a compiled layer's router is not overruled; set "
+            "one of them false"
+        )
+    if training.backend == "megatron" and training.megatron_layers == "te":
+        raise ConfigError(
+            f"{asked} with training.megatron_layers=te: Megatron's own layers take no experts from "
+            "us; set training.megatron_layers=local, or false"
+        )
 
 
 def get(config: RunConfig, key: str) -> Any:

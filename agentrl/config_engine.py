@@ -48,7 +48,8 @@ class SglangConfig:
     hierarchical_cache_gb: int = 0
     """Host memory of one engine for KV that left the GPU; 0 switches that off."""
     routed_experts: bool = False
-    """Make engines able to return which experts each token took; refused, as none is replayed."""
+    """Engines say which experts a token took, and the trainer takes the same: routing replay. Costs
+    384 bytes a token in the spool for Qwen3-30B-A3B (48 layers, 8 of 128), 40 times the rest."""
     extra: list[str] = field(default_factory=list)
     """More flags, word for word."""
     environment: dict[str, str] = field(default_factory=dict)

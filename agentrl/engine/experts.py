@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,10 @@ from numpy.typing import NDArray
 from agentrl.errors import ConfigError
 from agentrl.training.hf_shape import read_shape
 
-Experts = NDArray[np.uint8] | NDArray[np.uint16]
+if TYPE_CHECKING:
+    from agentrl.config import RunConfig
+
+Experts = NDArray[np.unsignedinteger[Any]]
 """[positions, layers, experts a token]: the narrowest type that holds a model's numbers."""
 NO_EXPERTS: Experts = np.empty((0, 0, 0), np.uint8)
 MOST = 1 << 15
@@ -60,13 +64,19 @@ class ModelExperts:
             raise ValueError(
                 f"experts {found.min()} to {found.max()} of a model that has {self.count}"
             )
-        return found.astype(self.kind).reshape(shape)
+        kept: Experts = found.astype(self.kind)
+        return kept.reshape(shape)
 
     def fit(self, experts: Experts, tokens: int) -> bool:
         """Tell whether `experts` are of this model, for each of `tokens` tokens."""
         if experts.shape != (tokens, self.layers, self.per_token):
             return False
         return not tokens or int(experts.max()) < self.count
+
+
+def replayed_experts(config: RunConfig) -> ModelExperts | None:
+    """Return the experts of a run's model, where it replays routing. Raises ConfigError."""
+    return read_experts(Path(config.model.path)) if config.engine.sglang.routed_experts else None
 
 
 def read_experts(folder: Path) -> ModelExperts:

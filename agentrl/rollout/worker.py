@@ -18,6 +18,7 @@ from pathlib import Path
 
 from agentrl import config as configs
 from agentrl.config import RunConfig
+from agentrl.engine.experts import replayed_experts
 from agentrl.errors import WaitTimeout
 from agentrl.events import EventWriter, Writer
 from agentrl.handoff.spool import list_spool
@@ -146,7 +147,7 @@ async def run_worker(
             weights=weights,
             leases=run_dir / "leases",
             events=events,
-            keeps_experts=config.engine.sglang.routed_experts,
+            experts=replayed_experts(config),
         ) as shop,
     ):
         return await Worker(

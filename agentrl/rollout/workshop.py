@@ -10,7 +10,7 @@ from agentrl.agent.prompts import Prompts
 from agentrl.agent.tokens import ChatTokens
 from agentrl.config import RunConfig
 from agentrl.engine.client import EngineClient
-from agentrl.engine.experts import read_experts
+from agentrl.engine.experts import ModelExperts
 from agentrl.events import Writer
 from agentrl.rollout.attempt import Workshop
 from agentrl.rollout.infra import InfraWindow
@@ -30,15 +30,14 @@ async def open_workshop(
     events: Writer,
     temperature: float | None = None,
     tokenizer: Path | None = None,
-    keeps_experts: bool = False,
+    experts: ModelExperts | None = None,
 ) -> AsyncIterator[Workshop]:
     """Yield the workshop of one process; its sandboxes are closed at the end.
 
     urls: the engines to use now. weights: the name of what they proved to hold. tokenizer: folder
-    that has it; None is model.path. keeps_experts: trajectories tell which experts each token took.
-    Raises TemplateError, SandboxUnavailable, and ConfigError for experts of a model without any.
+    that has it; None is model.path. experts: those of the model, where trajectories are to tell
+    which of them each token took. Raises TemplateError, SandboxUnavailable.
     """
-    experts = read_experts(Path(config.model.path)) if keeps_experts else None
     tokens = ChatTokens.load(tokenizer or Path(config.model.path), mode=config.agent.mode)
     prompts = Prompts.load(Path(config.agent.prompts))
     starts = Admission.of(config.sandbox)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from agentrl.training.gate import gated
+from agentrl.training.replay import chances_of, count_changes, picked
 from agentrl.training.rows import collect, spread, way_of
 
 
@@ -70,19 +71,40 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
         self.group = parallel_state.get_expert_model_parallel_group()
         self.each = config.num_moe_experts // self.group.size()
         self.experts = GroupedExperts(self.each, config)
+        self.told: Tensor | None = None
+        """[tokens here, k] int16 experts to take; None: as the router chooses."""
+        self.changes: Tensor | None = None
+        """`count_changes` of all that was told."""
 
     def set_layer_number(self, number: int) -> None:
         self.router.set_layer_number(number)
 
     def forward(self, hidden: Tensor, **ignored: Any) -> tuple[Tensor, None]:
         """Return (the experts' sum for each token, no bias), hidden's shape."""
-        chances, is_chosen = self.router(hidden)
-        owners = is_chosen.to(torch.uint8).topk(self.config.moe_router_topk, 1).indices
-        way = way_of(owners, is_chosen.shape[1])
-        mine = chances.gather(1, owners).flatten().index_select(0, way.order)
+        owners, chances, counts = self._routed(hidden)
+        way = way_of(owners, self.config.num_moe_experts)
+        mine = chances.flatten().index_select(0, way.order)
         rows = spread(hidden.view(-1, hidden.shape[-1]), way)
-        answer = self._exchanged(rows, mine, is_chosen.sum(0))
+        answer = self._exchanged(rows, mine, counts)
         return collect(answer, way).view(hidden.shape), None
+
+    def _routed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each token's experts and their chances, both [tokens, k], and [experts] counts."""
+        per_token = self.config.moe_router_topk
+        if self.told is None:
+            chances, is_chosen = self.router(hidden)
+            owners = is_chosen.to(torch.uint8).topk(per_token, 1).indices
+            return owners, chances.gather(1, owners), is_chosen.sum(0)
+        logits = self.router.gating(hidden).view(-1, self.config.num_moe_experts)
+        own = logits.topk(per_token, 1).indices
+        owners = picked(self.told, own)
+        if torch.is_grad_enabled():  # once, where layers are computed again
+            found = count_changes(self.told, own)
+            self.changes = found if self.changes is None else self.changes + found
+        chances = chances_of(logits, owners, is_normalized=not self.config.moe_router_pre_softmax)
+        times = torch.zeros_like(logits, dtype=torch.uint8)
+        times.scatter_add_(1, owners, torch.ones_like(owners, dtype=torch.uint8))
+        return owners, chances, times.sum(0)
 
     def _exchanged(self, rows: Tensor, chances: Tensor, counts: Tensor) -> Tensor:
         """Let each row's expert have it, wherever that is; rows lie by expert here and there."""
@@ -107,6 +129,15 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
         dist.all_gather_into_tensor(every, counts.contiguous(), group=self.group)
         by_rank = every.view(size, size, self.each)
         return by_rank[rank].sum(1), by_rank[:, rank]
+
+
+def tell_experts(layer: Any, _: Any, given: dict[str, Any]) -> None:
+    """Hook before a layer of Megatron's: its mixture takes what the row's packing says.
+
+    A micro-batch's own, whichever are under way between stages, and again where it is recomputed.
+    """
+    told = given["packed_seq_params"].experts
+    layer.mlp.told = None if told is None else told[layer.layer_number - 1]
 
 
 def check_experts(body: nn.Module, layers: int) -> None:

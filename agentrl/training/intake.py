@@ -10,12 +10,13 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from agentrl.config import RunConfig
+from agentrl.engine.experts import ModelExperts, replayed_experts
 from agentrl.errors import Interrupted, RecordError, WaitTimeout
 from agentrl.events import Drop, Writer
 from agentrl.handoff.socket_receiver import SocketReceiver
@@ -55,6 +56,9 @@ class Intake:
     trajectories, and one sampled more than max_trained_staleness versions ago are consumed at once
     as filtered, and do not count among the step's groups. A group older than that bound's inside is
     trained; its importance weights are truncated, and its staleness is reported.
+
+    In a run that replays routing every graded trajectory must tell its experts: a group with one
+    that doesn't is filtered, for its tokens would go elsewhere than in the engine.
     """
 
     config: RunConfig
@@ -66,6 +70,10 @@ class Intake:
     _taken: frozenset[int] = frozenset()
     """Draws of the step under way."""
     _receiver: SocketReceiver | None = None
+    _experts: ModelExperts | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._experts = replayed_experts(self.config)
 
     @property
     def spool(self) -> Path:
@@ -164,7 +172,7 @@ class Intake:
             self._receiver.check()
         for draw, path in self._unread():
             try:
-                self._ready[draw] = read_group(path)
+                self._ready[draw] = self._read(path)
             except FileNotFoundError:
                 continue  # listed by a cache that is behind
             except RecordError as error:
@@ -186,8 +194,13 @@ class Intake:
                 if ends.is_set():
                     return
                 with suppress(FileNotFoundError, RecordError):
-                    self._ready[draw] = read_group(path)
+                    self._ready[draw] = self._read(path)
             ends.wait(LONGEST_POLL_S)
+
+    def _read(self, path: Path) -> Group:
+        group = read_group(path)
+        reason = "" if self._experts is None else _against_experts(group, self._experts)
+        return replace(group, dropped=group.dropped or reason)
 
     def _refuse(self, draw: int, path: Path, detail: str) -> None:
         log.warning("draw %d: %s; set aside as %s.bad", draw, detail, path.name)
@@ -241,7 +254,8 @@ def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Coun
         has_signal = bool(advantages.any())
         outcome[group.draw] = TRAINED if has_signal else f"{FILTERED}zero_signal"
         if has_signal:
-            samples += _samples(graded, advantages)
+            replays = config.engine.sglang.routed_experts
+            samples += _samples(graded, advantages, replays=replays)
             pairs = zip(graded, _staleness(group, version), strict=True)
             origins += [origin_of(item, age) for item, age in pairs]
     kind = config.training.aggregation
@@ -267,16 +281,29 @@ def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Coun
     )
 
 
-def _samples(graded: list[Trajectory], advantages: torch.Tensor) -> list[Sample]:
+def _samples(graded: list[Trajectory], advantages: torch.Tensor, *, replays: bool) -> list[Sample]:
     return [
         Sample(
             tokens=item.tokens,
             loss_mask=item.loss_mask,
             engine_logprobs=item.logprobs,
             advantage=float(advantage),
+            experts=item.experts if replays else None,
         )
         for item, advantage in zip(graded, advantages, strict=True)
     ]
+
+
+def _against_experts(group: Group, experts: ModelExperts) -> str:
+    """Return why a group's tokens cannot be sent where the engine sent them; '' when they can."""
+    graded = _graded(group)
+    if not all(item.experts.size for item in graded):
+        return "no_experts"
+    return (
+        ""
+        if all(experts.fit(item.experts, len(item.tokens)) for item in graded)
+        else "wrong_experts"
+    )
 
 
 def _graded(group: Group) -> list[Trajectory]:

@@ -19,6 +19,7 @@ from torch import Tensor
 import agentrl.config
 from agentrl.config import RunConfig
 from agentrl.engine import quarantine
+from agentrl.engine.experts import replayed_experts
 from agentrl.errors import DivergedError, Interrupted, NoSignalError, WaitTimeout
 from agentrl.events import Step, VersionEvent, Writer, now
 from agentrl.training import checkpoint, ranks, rng
@@ -58,6 +59,7 @@ def train(
     Returns 0 when the run is done, 75 when `stop` asked for the end and everything is saved.
     Raises WaitTimeout, NoSignalError, DivergedError, PublishError, CheckpointError.
     """
+    replayed_experts(config)  # refuses a model without any before ranks are started
     with contextlib.ExitStack() as open_ones:
         if backend is None:
             world = open_ones.enter_context(ranks.started(config))

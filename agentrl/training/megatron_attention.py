@@ -36,6 +36,8 @@ class Packing(PackedSeqParams):  # type: ignore[misc, unused-ignore]
     sines: Tensor
     lengths: tuple[int, ...]
     """Of the sequences."""
+    experts: Tensor | None = None
+    """[layers, tokens here, k] int16 that tokens go to; None: as the routers choose."""
 
 
 class Rotary:

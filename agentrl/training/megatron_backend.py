@@ -42,7 +42,7 @@ from agentrl.training.backend import (
     refuse_divergence,
 )
 from agentrl.training.convert import fused_experts, single_experts
-from agentrl.training.grouped_experts import check_experts
+from agentrl.training.grouped_experts import Mixture, check_experts
 from agentrl.training.hf_map import Layout
 from agentrl.training.hf_shape import ModelShape, read_shape
 from agentrl.training.megatron_attention import Rotary
@@ -51,7 +51,8 @@ from agentrl.training.megatron_policy import MegatronPolicy
 from agentrl.training.megatron_stages import Answer, run_schedule, summed, told_by
 from agentrl.training.megatron_state import WEIGHT, OptimizerShards
 from agentrl.training.megatron_weights import MegatronWeights
-from agentrl.training.packing import MicroBatch, deal
+from agentrl.training.packing import OWN, MicroBatch, deal
+from agentrl.training.replay import share_of
 from agentrl.training.step_loss import Sums, batch_loss, mean_gaps, step_metrics
 
 *MOMENTS, STEP = OPTIMIZER
@@ -98,6 +99,7 @@ class MegatronBackend:
         self.weights.shards = OptimizerShards(self.optimizer)
         self.updates = 0
         self.gaps: list[float] = []
+        self.replays = config.engine.sglang.routed_experts
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -120,7 +122,7 @@ class MegatronBackend:
         finalize_model_grads([self.policy])
         totals = sums.as_tensor().to(self._device)
         dist.all_reduce(totals, group=dp)
-        metrics = step_metrics(summed(totals), has_kl=False)
+        metrics = step_metrics(summed(totals), has_kl=False) | self._rerouted()
         self.gaps = self._gaps_over(dp, sums)
         lr = learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
@@ -213,11 +215,33 @@ class MegatronBackend:
 
     def _forward(self, batch: MicroBatch) -> Tensor | Answer:
         if batch.ends is None:
-            batch = replace(batch, ends=_row_ends(batch.tokens), tokens=batch.tokens.reshape(1, -1))
+            batch = _in_one_row(batch)
         batch = _filled(batch, -batch.tokens.shape[1] % self.layout.tp)
         assert batch.ends is not None
-        answer: Tensor | Answer = self.policy(batch, self.rotary.packing(batch.ends))
+        packing = replace(self.rotary.packing(batch.ends), experts=self._experts(batch))
+        answer: Tensor | Answer = self.policy(batch, packing)
         return answer
+
+    def _experts(self, batch: MicroBatch) -> Tensor | None:
+        """Return what this rank's layers are told of a row: its own tokens' experts, by layer."""
+        if batch.experts is None:
+            return None
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        here: Tensor = batch.experts[0].chunk(self.layout.tp)[rank]
+        return here.to(self._device, non_blocking=True).transpose(0, 1).contiguous()
+
+    def _rerouted(self) -> dict[str, float]:
+        """Return the share of choices that replay changed, of all ranks: each has its own tokens
+        and layers."""
+        if not self.replays:
+            return {}
+        changes = torch.zeros(2, dtype=torch.int64, device=self._device)
+        for mixture in self.policy.modules():
+            if isinstance(mixture, Mixture) and mixture.changes is not None:
+                changes += mixture.changes
+                mixture.changes = None
+        dist.all_reduce(changes)
+        return share_of(changes)
 
 
 def _of_kind(state: BackendState, kind: str) -> Iterator[tuple[str, Tensor]]:
@@ -229,9 +253,15 @@ def _of_kind(state: BackendState, kind: str) -> Iterator[tuple[str, Tensor]]:
             yield key.removeprefix(f"{kind}/"), tensor
 
 
-def _row_ends(tokens: Tensor) -> Tensor:
-    rows, width = tokens.shape
-    return torch.arange(0, rows * width + 1, width, dtype=torch.int32)
+def _in_one_row(batch: MicroBatch) -> MicroBatch:
+    """Return padded rows end to end."""
+    rows, width = batch.tokens.shape
+    return replace(
+        batch,
+        tokens=batch.tokens.reshape(1, -1),
+        ends=torch.arange(0, rows * width + 1, width, dtype=torch.int32),
+        experts=None if batch.experts is None else batch.experts.flatten(0, 1)[None],
+    )
 
 
 def _filled(batch: MicroBatch, missing: int) -> MicroBatch:
@@ -241,4 +271,7 @@ def _filled(batch: MicroBatch, missing: int) -> MicroBatch:
         return batch
     tokens = torch.cat([batch.tokens, batch.tokens.new_zeros(1, missing)], 1)
     ends = torch.cat([batch.ends, batch.ends[-1:] + missing])
-    return replace(batch, tokens=tokens, ends=ends)
+    experts = batch.experts
+    if experts is not None:
+        experts = torch.cat([experts, experts.new_full((1, missing, *experts.shape[2:]), OWN)], 1)
+    return replace(batch, tokens=tokens, ends=ends, experts=experts)

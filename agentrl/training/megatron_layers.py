@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import (  # type: ignore[impor
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.training.grouped_experts import Mixture
+from agentrl.training.grouped_experts import Mixture, tell_experts
 from agentrl.training.hf_map import Layout
 from agentrl.training.hf_shape import ModelShape
 from agentrl.training.megatron_attention import PackedSelfAttention, rope_of
@@ -96,6 +96,9 @@ def make_body(
         position_embedding_type="rope" if is_te else "none",
         rotary_base=te_rotary_base(hf) if is_te else 10_000,
     )
+    for layer in body.decoder.layers:
+        if isinstance(layer.mlp, Mixture):
+            layer.register_forward_pre_hook(tell_experts, with_kwargs=True)
     return config, body.cuda() if torch.cuda.is_available() else body
 
 

@@ -20,10 +20,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from agentrl.config import TrainingConfig
+from agentrl.engine.experts import Experts
 
 ATTENTION_TOKENS = 14_000
 """Length at which a sequence's attention costs what its matrices do: 14k for Qwen3-30B-A3B, 8k for
 Qwen3-0.6B, 25k for Qwen3-4B. Deals work out only, so that near is good enough."""
+
+OWN = -1
+"""In place of an expert, for tokens that only fill up: the one that the router chooses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +44,8 @@ class Sample:
     """Of each token, what the weight is multiplied by; None: 1."""
     place: int = 0
     """Its own among the step's samples."""
+    experts: Experts | None = None
+    """[tokens, layers, k] that its tokens go to; None: as the routers choose."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -72,6 +78,8 @@ class MicroBatch:
     """Tokens that are no padding."""
     ends: Tensor | None = None
     """Packed, B = 1: [sequences + 1] int32, 0 and where each sequence ends. None: a row is one."""
+    experts: Tensor | None = None
+    """[B, T, layers, k] int16 that tokens go to, OWN right of a row's end. None: as they choose."""
 
     @property
     def padding(self) -> int:
@@ -195,6 +203,7 @@ def join(rows: Sequence[Sample]) -> MicroBatch:
         places=torch.tensor([row.place for row in rows])[owner],
         real_tokens=int(ends[-1]),
         ends=ends.to(torch.int32),
+        experts=_stacked_experts(rows, packs=True),
     )
 
 
@@ -222,7 +231,24 @@ def stack(rows: Sequence[Sample]) -> MicroBatch:
         weights=torch.tensor([row.weight for row in rows])[owner] * shares.reshape(-1)[chosen],
         places=torch.tensor([row.place for row in rows])[owner],
         real_tokens=sum(len(row.tokens) for row in rows),
+        experts=_stacked_experts(rows, packs=False),
     )
+
+
+def _stacked_experts(rows: Sequence[Sample], *, packs: bool) -> Tensor | None:
+    """Return the rows' experts end to end, or padded; None where no row has any."""
+    found = [row.experts for row in rows if row.experts is not None]
+    if not found:
+        return None
+    if len(found) != len(rows):
+        raise ValueError(f"{len(found)} of {len(rows)} samples have experts; must be all or none")
+    if packs:
+        return torch.from_numpy(np.concatenate(found, dtype=np.int16, casting="unsafe"))[None]
+    width = max(len(one) for one in found)
+    whole = np.full((len(found), width, *found[0].shape[1:]), OWN, dtype=np.int16)
+    for row, one in zip(whole, found, strict=True):
+        row[: len(one)] = one
+    return torch.from_numpy(whole)
 
 
 def _shares(row: Sample) -> NDArray[np.float32]:

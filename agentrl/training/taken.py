@@ -65,6 +65,8 @@ def digest(batches: Sequence[MicroBatch]) -> int:
     """Return a CRC-32 over all that a step's loss is computed from."""
     found = 0
     for batch in batches:
-        for part in (batch.tokens, batch.source, batch.advantages, batch.engine_logprobs):
-            found = zlib.crc32(part.numpy().data.cast("B") if part.numel() else b"", found)
+        given = (batch.tokens, batch.source, batch.advantages, batch.engine_logprobs, batch.experts)
+        for part in given:
+            if part is not None and part.numel():
+                found = zlib.crc32(part.numpy().data.cast("B"), found)
     return found

@@ -27,6 +27,7 @@ from agentrl.training.model_folder import load_model
 from agentrl.training.packing import MicroBatch, deal
 from agentrl.training.policy import Policy, plain_name
 from agentrl.training.ranks import ALONE, World
+from agentrl.training.replay import Replay, share_of
 from agentrl.training.sharding import layers_of, like, shard, whole
 from agentrl.training.shares import ShareWriter, write_share
 from agentrl.training.step_loss import Sums, batch_loss, mean_gaps, step_metrics
@@ -64,6 +65,8 @@ class TorchBackend:
         )
         self.updates = 0
         self.gaps: list[float] = []
+        replays = config.engine.sglang.routed_experts
+        self.replay = Replay(self.policy, self.device) if replays else None
 
     @property
     def model(self) -> nn.Module:
@@ -166,12 +169,13 @@ class TorchBackend:
             group["lr"] = lr
         summed = self.world.summed(sums.as_tensor())
         metrics = step_metrics(summed, has_kl=self.reference is not None)
+        changes = share_of(self.world.summed(self.replay.taken_changes())) if self.replay else {}
         self.gaps = mean_gaps(self.world.summed(sums.gap_sums(self.world.most(sums.samples))))
         norm = whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
         refuse_divergence(float(norm), loss=metrics["loss"], updates=self.updates)
         self.optimizer.step()
         self.updates += 1
-        return {**metrics, "grad_norm": float(norm), "lr": lr}
+        return {**metrics, **changes, "grad_norm": float(norm), "lr": lr}
 
     def _backward(self, batch: MicroBatch, sums: Sums) -> None:
         logprobs, entropy = self._forward(self.policy, batch)
@@ -184,6 +188,8 @@ class TorchBackend:
         (loss * self.world.size).backward()  # type: ignore[no-untyped-call]
 
     def _forward(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if self.replay is not None and policy is self.policy:  # the reference routes by itself
+            self.replay.tell(batch.experts)
         tokens, source, targets = (
             part.to(self.device, non_blocking=True)
             for part in (batch.tokens, batch.source, batch.targets)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from agentrl.config import RunConfig
@@ -98,6 +99,13 @@ def fill_spool(
     writer = SpoolWriter(config.run_dir / "spool", 0)
     for draw in draws:
         writer.write(make_group(draw, list(rewards)))
+
+
+def make_experts(tokens: int, *, layers: int, count: int, seed: int = 0) -> np.ndarray:
+    """Return two distinct experts for each token and layer, drawn at random."""
+    rng = np.random.default_rng([tokens, seed])
+    drawn = rng.permuted(np.tile(np.arange(count), (tokens, layers, 1)), axis=2)
+    return drawn[:, :, :2].astype(np.uint8)
 
 
 def run_ranks(folder: Path, work: str, size: int, *extra: str) -> None:

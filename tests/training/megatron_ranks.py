@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fabricate import fill_spool, make_config, make_group
+from fabricate import fill_spool, make_config, make_experts, make_group
 from safetensors.torch import load_file
 
 from agentrl.errors import CheckpointError, ConfigError, DivergedError
@@ -32,6 +33,10 @@ SIZES = {
     "vocab_size": 64,
     "max_position_embeddings": 512,
 }
+
+
+REPLAYED = ", replayed"
+"""End of a family's name: its tokens go to experts drawn at random."""
 
 
 def make_family(folder: Path, family: str) -> Path:
@@ -65,7 +70,7 @@ def make_family(folder: Path, family: str) -> Path:
             },
         ),
     }
-    name, more = kinds[family]
+    name, more = kinds[family.removesuffix(REPLAYED)]
     config = getattr(transformers, f"{name}Config")(**SIZES, **more)
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -86,6 +91,8 @@ CASES = [
     ("qwen3_moe", 2, 2, 1, "packed"),
     ("qwen3, scaled by yarn", 1, 1, 2, "packed"),
     ("qwen3_moe", 1, 1, 2, "padded"),
+    ("qwen3_moe, replayed", 2, 2, 1, "packed"),
+    ("qwen3_moe, replayed", 1, 1, 2, "padded"),
 ]
 """Family; tensor, expert, pipeline parallel; packing. Two ranks of 1 × 1 × 1: data parallel."""
 RUN = "a run"
@@ -128,6 +135,11 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
     config.training.recompute = "layers" if layout.tp * layout.pp == 2 else "none"
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
     samples = make_batch(groups, 0, config, Counter()).samples
+    if folder.name.endswith(REPLAYED):
+        config.engine.sglang.routed_experts = True
+        drawn = [make_experts(len(one.tokens), layers=2, count=4) for one in samples]
+        pairs = zip(samples, drawn, strict=True)
+        samples = [replace(one, experts=experts) for one, experts in pairs]
     batches = pack(samples, 67, is_packed=packing == "packed")
     reference = TorchBackend(folder, config)
     start = {name: tensor.clone() for name, tensor in reference.export_hf()}
@@ -144,6 +156,7 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
         "weights": apart(dict(megatron.export_hf()), weights),
         "moved": min(largest(weights[name], start[name]) for name in weights),
         "metrics": max(off.values()),
+        "rerouted": found.get("rerouted", 0.0),
     }
     fresh = MegatronBackend(folder, config, layout)
     return numbers | go_on(megatron, fresh, reference, batches)

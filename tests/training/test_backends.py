@@ -68,7 +68,16 @@ def test_a_cut_that_cannot_be_made_says_what_to_set(tiny_config, changes, words)
 
 def test_experts_that_the_trainer_would_not_replay_are_not_asked_for(tiny_config):
     tiny_config.engine.sglang.routed_experts = True
-    with pytest.raises(ConfigError, match=r"routed_experts=true.*router chooses anew"):
+    with pytest.raises(ConfigError, match=r"routed_experts=true with engine.kind=embedded"):
+        check(tiny_config)
+    tiny_config.engine.kind, tiny_config.training.device = "sglang", "gpu"
+    check(tiny_config)
+    tiny_config.training.compile = True
+    with pytest.raises(ConfigError, match=r"training.compile=true: .*set one of them false"):
+        check(tiny_config)
+    tiny_config.training.compile = False
+    tiny_config.training.backend, tiny_config.training.megatron_layers = "megatron", "te"
+    with pytest.raises(ConfigError, match=r"with training.megatron_layers=te: .*=local, or false"):
         check(tiny_config)
 
 

@@ -48,6 +48,14 @@ def test_megatron_and_torch_agree_to_1e_5(found, case):
         assert numbers["metrics"] < 1e-4, numbers
 
 
+def test_replay_reroutes_as_often_on_any_cut(found):
+    cases = [case for case in CASES if "replayed" in case[0]]
+    shares = {numbers["rerouted"] for case in cases for numbers in found(case)}
+    assert len(cases) == 2
+    assert len(shares) == 1
+    assert 0.1 < shares.pop() < 0.9
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_state_is_taken_over_by_either_back_end(found, case):
     for numbers in found(case):
