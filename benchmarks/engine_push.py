@@ -37,7 +37,7 @@ from agentrl.events import NoEvents
 from agentrl.weights.push import tell_members
 from agentrl.weights.pusher import Pusher
 from agentrl.weights.version import Announced, publish_version
-from benchmarks.engine_recovery import Round, engine_config, header
+from benchmarks.engine_recovery import Round, engine_config, header, one_of
 
 BUCKET_BYTES = 512 << 20
 PUSH_S = 60.0
@@ -193,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engine", default="sglang", help="a preset of configs/engines")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", type=one_of(WAYS), default=WAYS, help=",".join(WAYS))
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")

@@ -2,13 +2,16 @@
 
     python -m benchmarks.engine_recovery --model FOLDER [--engine sglang] [--out FILE] [KEY=VALUE …]
 
-`throughput`: rounds of trajectories of several turns, all at once, through our client; rounds with
-every watcher of the supervisor on the same running engine alternate with rounds with none (in the
-order A B B A), so that both share whatever the machine does. Ratio: watched over unwatched.
+`windows`: trajectories of several turns, many at once, each followed by the next, through our
+client; windows of seconds with every watcher of the supervisor on the engine alternate with windows
+with none (in the order A B B A), so that both share whatever the machine does. A reply's tokens
+count as made evenly from its request to its answer. Ratio: watched over unwatched of each pair of
+neighbours; the median, and the quartiles.
 `decode`: one turn of short prompts, on that engine and on one whose graphs are off.
-`faults`: half a round's calls in flight, the server is stopped (SIGSTOP) or killed; `noticed_s` is
-until the engine is taken out, `serving_s` until it answers again having proved its weights; `lost`
-counts calls that did not end with all their tokens; `states` are the supervisor's events.
+`faults`: half a round's calls in flight, the server is stopped or killed, or its detokenizer
+stopped; `noticed_s` is until the engine is taken out, `serving_s` until it answers again having
+proved its weights; `lost` counts calls that did not end with all their tokens; `states` are the
+supervisor's events.
 KEY=VALUE are keys of the engine section, as max_running=128 or sglang.dtype=bfloat16.
 """
 
@@ -17,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
+import itertools
 import json
 import os
 import platform
@@ -26,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -45,6 +49,7 @@ from agentrl.engine.devices import EngineShare
 from agentrl.engine.faults import LogReader
 from agentrl.engine.proof import STARTING_MODEL, EngineWeights
 from agentrl.engine.reports import Reports
+from agentrl.engine.restarts import Fault
 from agentrl.engine.startup import Start, launch, wait_until_ready
 from agentrl.engine.supervisor import EngineSupervisor
 from agentrl.engine.watch import Watch, first_fault
@@ -65,7 +70,7 @@ class Round:
 
     async def run(self, client: EngineClient, seed: int) -> dict[str, float]:
         """Return its seconds, tokens, and this process's CPU seconds a request."""
-        given = [self._prompts(seed, at) for at in range(self.count)]
+        given = [self.prompts(seed, at) for at in range(self.count)]
         began, cpu = time.perf_counter(), time.process_time()
         replies = await asyncio.gather(
             *(self._one(client, f"{seed}-{at}", one) for at, one in enumerate(given))
@@ -78,7 +83,7 @@ class Round:
             "client_cpu_ms_per_request": 1000 * cpu / (self.count * self.turns),
         }
 
-    def _prompts(self, seed: int, at: int) -> list[list[int]]:
+    def prompts(self, seed: int, at: int) -> list[list[int]]:
         """The first prompt, and what each later turn adds."""
         rng = np.random.default_rng([seed, at])
         sizes = [self.prompt, *[64] * (self.turns - 1)]
@@ -93,6 +98,81 @@ class Round:
             made += len(reply.token_ids)
             ids += reply.token_ids
         return made
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    start: float
+    end: float
+    cpu_s: float
+    """Of this process."""
+    is_watched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    start: float
+    end: float
+    tokens: int
+
+    def within(self, window: Window) -> float:
+        """Return how many of its tokens were made in the window, if all took as long."""
+        shared = min(self.end, window.end) - max(self.start, window.start)
+        return self.tokens * max(0.0, shared) / (self.end - self.start)
+
+
+class Flow:
+    """Trajectories without an end, each agent's one after another."""
+
+    def __init__(self, shape: Round, client: EngineClient) -> None:
+        self._shape, self._client = shape, client
+        self.replies: list[Reply] = []
+        self._began: dict[int, float] = {}
+        """When each agent sent what it waits for."""
+
+    async def agent(self, number: int) -> None:
+        shape = self._shape
+        sampling = Sampling(max_new_tokens=shape.new, temperature=1.0)
+        for turn in itertools.count():
+            if turn % shape.turns == 0:
+                name, ids = f"{number}-{turn}", list[int]()
+                given = iter(shape.prompts(turn, number))
+            ids += next(given)
+            self._began[number] = began = time.perf_counter()
+            reply = await self._client.generate(ids, sampling, trajectory=name)
+            self.replies.append(Reply(began, time.perf_counter(), len(reply.token_ids)))
+            ids += reply.token_ids
+
+    def is_past(self, moment: float) -> bool:
+        """Return whether all that was sent before it is answered."""
+        return all(began > moment for began in self._began.values())
+
+
+def compared(windows: list[Window], replies: list[Reply]) -> dict[str, Any]:
+    """Return the rates of the windows, and the ratios of pairs: a watched one, one that is not."""
+    rates = [sum(reply.within(one) for reply in replies) / (one.end - one.start) for one in windows]
+    ratios = [
+        rates[at] / rates[at + 1] if windows[at].is_watched else rates[at + 1] / rates[at]
+        for at in range(0, len(windows), 2)
+    ]
+    ended = sum(windows[0].start < one.end <= windows[-1].end for one in replies)
+    lower, median, upper = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return {
+        "tokens_per_s": {
+            name: [
+                round(rate)
+                for rate, one in zip(rates, windows, strict=True)
+                if one.is_watched == wanted
+            ]
+            for name, wanted in (("watched", True), ("unwatched", False))
+        },
+        "ratio": {"median": median, "quartiles": [lower, upper], "pairs": len(ratios)},
+        "client_cpu_ms_per_request": 1000 * sum(one.cpu_s for one in windows) / ended,
+    }
+
+
+async def _never() -> Fault:
+    return await asyncio.get_running_loop().create_future()
 
 
 class Told(NoEvents):
@@ -115,7 +195,8 @@ class Bench:
     model: Path
     folder: Path
     shape: Round
-    rounds: int
+    windows: int
+    window_s: float
     found: dict[str, Any] = field(default_factory=dict)
     """Results by part."""
 
@@ -152,28 +233,32 @@ class Bench:
         return {"started_s": started, **found}
 
     async def _alternate(self, client: EngineClient, watch: Watch) -> dict[str, Any]:
-        await self.shape.run(client, 0)  # kernels are compiled at first use
-        rounds: dict[str, list[dict[str, float]]] = {"watched": [], "unwatched": []}
-        for number in range(2 * self.rounds):
-            if number % 4 in (1, 2):
-                rounds["unwatched"].append(await self.shape.run(client, number + 1))
-                continue
-            watchers = asyncio.create_task(first_fault(watch.watchers()))
-            rounds["watched"].append(await self.shape.run(client, number + 1))
-            if watchers.done():
-                raise RuntimeError(f"a fault was found: {watchers.result()}")
-            watchers.cancel()
-            await asyncio.gather(watchers, return_exceptions=True)
-        rates = {
-            name: sum(one["tokens"] for one in each) / sum(one["seconds"] for one in each)
-            for name, each in rounds.items()
-        }
-        return {
-            "rounds": rounds,
-            "tokens_per_s": rates,
-            "ratio": rates["watched"] / rates["unwatched"],
-            "longest_stall_s": watch.progress.longest_s,
-        }
+        flow = Flow(self.shape, client)
+        agents = [asyncio.create_task(flow.agent(at)) for at in range(self.shape.count)]
+        windows: list[Window] = []
+        try:
+            await asyncio.sleep(2 * self.window_s)  # what is compiled at first use
+            for number in range(2 * self.windows):
+                is_watched = number % 4 in (0, 3)
+                windows.append(await self._window(watch, is_watched=is_watched))
+            last = windows[-1].end
+            await _until(lambda: flow.is_past(last))  # replies that began in the last window
+        finally:
+            for one in agents:
+                one.cancel()
+            await asyncio.gather(*agents, return_exceptions=True)
+        return {**compared(windows, flow.replies), "longest_stall_s": watch.progress.longest_s}
+
+    async def _window(self, watch: Watch, *, is_watched: bool) -> Window:
+        watchers = asyncio.create_task(first_fault(watch.watchers() if is_watched else [_never()]))
+        start, cpu = time.perf_counter(), time.process_time()
+        await asyncio.sleep(self.window_s)
+        end, cpu = time.perf_counter(), time.process_time() - cpu
+        if watchers.done():
+            raise RuntimeError(f"a fault was found: {watchers.result()}")
+        watchers.cancel()
+        await asyncio.gather(watchers, return_exceptions=True)
+        return Window(start=start, end=end, cpu_s=cpu, is_watched=is_watched)
 
     async def faults(self) -> dict[str, Any]:
         """Stop and kill a supervised engine under load."""
@@ -188,7 +273,8 @@ class Bench:
             async with EngineClient(
                 supervisor.urls, self.config, weights=supervisor.weights
             ) as client:
-                for name in ("SIGSTOP", "SIGKILL"):
+                names = ("SIGSTOP", "SIGKILL", "SIGSTOP detokenizer")
+                for name in names if self.config.kind == "sglang" else names[:2]:
                     found[name] = await self._fault(supervisor, client, name, told)
                     print(name, json.dumps(found[name]), flush=True)
         finally:
@@ -233,9 +319,14 @@ class Bench:
         }
 
     def _signal(self, pid: int, name: str) -> None:
-        """Send to every process of the engine, but to none above it."""
-        for one in psutil.Process(pid).children(recursive=True) or [psutil.Process(pid)]:
-            one.send_signal(signal.Signals[name])
+        """Send to every process of the engine, or to the one named, but to none above it."""
+        family = psutil.Process(pid).children(recursive=True) or [psutil.Process(pid)]
+        what, _, whose = name.partition(" ")
+        chosen = [one for one in family if whose in " ".join(one.cmdline())]
+        if not chosen:
+            raise RuntimeError(f"no process of the engine is called {whose}")
+        for one in chosen:
+            one.send_signal(signal.Signals[what])
 
 
 async def _until(claim: Callable[[], bool], *, deadline_s: float = 900.0) -> None:
@@ -280,8 +371,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--new", type=int, default=512)
-    parser.add_argument("--rounds", type=int, default=4, help="of each kind, an even number")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--windows", type=int, default=16, help="of each kind, an even number")
+    parser.add_argument("--window", type=float, default=4.0, help="seconds")
+    parser.add_argument("--parts", type=one_of(PARTS), default=PARTS, help=",".join(PARTS))
     parser.add_argument("--out", type=Path)
     parser.add_argument("keys", nargs="*")
     given = parser.parse_args()
@@ -293,10 +385,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
             config=engine_config(given.engine, given.keys), model=given.model, folder=Path(folder),
-            shape=shape, rounds=given.rounds,
+            shape=shape, windows=given.windows, window_s=given.window,
         )  # fmt: skip
         report = functools.partial(_report, bench.found, given.out)
         asyncio.run(measure(bench, given.parts, report))
+
+
+def one_of(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return what reads NAME,NAME of an option: spaces would take in the keys after it."""
+
+    def read(text: str) -> list[str]:
+        chosen = text.split(",")
+        if odd := set(chosen) - set(known):
+            raise argparse.ArgumentTypeError(f"{', '.join(odd)}: not of {', '.join(known)}")
+        return chosen
+
+    return read
 
 
 def header(name: str) -> dict[str, Any]:
