@@ -16,10 +16,11 @@ from agentrl.weights.push import Push
 QUICK_S = 30.0
 """Longest that an answer about the state may take, seconds."""
 
-
 PROBE_PATH = "/health_generate"
-
-
+MAX_ANSWER = 1 << 26
+"""Bytes: the checksums of a large mixture of experts are some MB."""
+MAX_METRICS = 1 << 22
+"""Bytes of /metrics; SGLang's are 0.1 MB a rank."""
 _Kind = TypeVar("_Kind")
 
 
@@ -171,18 +172,28 @@ class EngineAdmin:
     async def metrics(self) -> str:
         async with self._session.get(f"{self.url}/metrics", timeout=_total(QUICK_S)) as response:
             response.raise_for_status()
-            return await response.text(errors="replace")
+            return (await _body(response, at_most=MAX_METRICS)).decode(errors="replace")
 
     async def _get(self, path: str, *, timeout_s: float = QUICK_S) -> dict[str, Any]:
         async with self._session.get(self.url + path, timeout=_total(timeout_s)) as response:
             response.raise_for_status()
-            return _decode(await response.read())
+            return _decode(await _body(response))
 
     async def _post(self, path: str, body: object) -> dict[str, Any]:
         async with self._session.post(
             self.url + path, json=body, timeout=_total(self._update_timeout_s)
         ) as response:
-            return _decode(await response.read())
+            return _decode(await _body(response))
+
+
+async def _body(response: aiohttp.ClientResponse, *, at_most: int = MAX_ANSWER) -> bytes:
+    """Read an answer's body. Raises OddAnswer for one of more than `at_most` bytes."""
+    body = bytearray()
+    async for piece in response.content.iter_chunked(1 << 18):
+        body += piece
+        if len(body) > at_most:
+            raise OddAnswer(f"{response.url} answers over {at_most} bytes: {bytes(body[:300])!r}")
+    return bytes(body)
 
 
 def _read(answer: dict[str, Any], kind: type[_Kind]) -> _Kind:
@@ -203,7 +214,7 @@ def _decode(raw: bytes) -> dict[str, Any]:
     """Answers without a JSON object come back under `message`."""
     try:
         return msgspec.json.decode(raw or b"{}", type=dict[str, Any])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {"message": raw.decode(errors="replace")}
 
 

@@ -79,6 +79,8 @@ _SUSPICIOUS = re.compile(
     r"SIGABRT|SIGSEGV|Aborted|core dumped)"
 )
 _HARMLESS = re.compile(r"self\.soft=True|\b(?:WARNING|INFO)\b|\b\w*Warning\b")
+HALF_LINE = 4000
+"""Characters that are read at each end of a line: patterns take more than linear time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,7 +121,7 @@ class LogReader:
         """Take the next piece; return the first fault that the engine does not survive."""
         *lines, self._rest = (self._rest + text).split("\n")
         self._take(lines)
-        self._rest = self._rest[-4000:]  # a progress bar may never end its line
+        self._rest = self._rest[-HALF_LINE:]  # a progress bar may never end its line
         return self.acting
 
     def end(self) -> FaultLine | None:
@@ -144,7 +146,8 @@ class LogReader:
             self.cause = found
 
     def _take(self, lines: Iterable[str]) -> None:
-        for line in lines:
+        for whole in lines:
+            line = whole if len(whole) <= 2 * HALF_LINE else whole[:HALF_LINE] + whole[-HALF_LINE:]
             if (found := classify(line)) is not None:
                 self.kinds[found.kind] += 1
                 if found.kind != "scheduler" and found.kind in WEAK_KINDS:

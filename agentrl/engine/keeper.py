@@ -33,7 +33,8 @@ from agentrl.engine.startup import (
     refuse_stranger,
     wait_until_ready,
 )
-from agentrl.engine.watch import Watch, first_fault, watch_log
+from agentrl.engine.watch import Watch, first_fault
+from agentrl.engine.watch_log import read_on, watch_log
 from agentrl.errors import LaunchError, RecordError, VersionError, WaitTimeout
 from agentrl.events import now
 from agentrl.weights.version import Announced
@@ -161,7 +162,7 @@ class EngineKeeper:
             await self._start()
             weights = await self._bring_up(log)
         except (*FAULTS, OSError) as error:
-            return self._fault_of(error, log)
+            return await self._fault_of(error, log)
         log.forget()
         self.settled.set()
         self.node.reports.state(self.name, "ready", weights.version)
@@ -248,10 +249,10 @@ class EngineKeeper:
             self.weights = weights
         return weights
 
-    def _fault_of(self, error: BaseException, log: LogReader) -> Fault:
+    async def _fault_of(self, error: BaseException, log: LogReader) -> Fault:
         """Name a failed start by what its log says, if that says anything."""
         if self.process is not None:
-            log.feed(self.process.read_log())
+            await read_on(self.process, log)
             log.end()
         cause = _cause(error) if log.cause is None else log.cause.kind
         words = "" if log.cause is None else f"{log.cause.text}; "

@@ -15,7 +15,8 @@ import psutil
 
 log = logging.getLogger(__name__)
 TAIL_BYTES = 4000
-LOG_PIECE = 1 << 20
+LOG_PIECE = 1 << 17
+"""Bytes at a time: a storm of errors takes most of a second for a MiB, and others wait."""
 KILL_S = 10.0
 """Longest wait for killed processes: one in the driver (state D) dies when that lets go."""
 COMPILERS = frozenset({"ptxas", "cicc", "nvcc", "cudafe++", "hipcc", "clang", "ninja", "ld.lld"})

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -19,10 +18,8 @@ from agentrl.engine.proof import EngineWeights
 from agentrl.engine.reports import Reports
 from agentrl.engine.restarts import Fault
 from agentrl.engine.scrape import EngineNumbers, numbers
+from agentrl.engine.watch_log import watch_exit, watch_log
 
-LOG_EVERY_S = 0.25
-REST_OF_LOG_S = 1.0
-"""A traceback names its cause some lines after it says that there is one."""
 LOAD_EVENT_S = 1.0
 METRICS_EVERY_S = 10.0
 """Of the event; scrapes are more."""
@@ -30,6 +27,7 @@ SCRAPES = 4
 """In hang_s."""
 PROBES = 5
 """In hang_s, where they are answered at once."""
+CLOCK_SET_S = 0.5
 FAILING_PROBES = 3
 """In a row that end an engine whose scheduler moves on but which answers nobody."""
 NO_ANSWER = (aiohttp.ClientError, TimeoutError)
@@ -46,13 +44,14 @@ class Watch:
     compile_s: float
     """Longest that compiling kernels excuses."""
     log: LogReader
+    wall: Callable[[], float] = time.time
     progress: Progress = field(init=False)
     _load: Load = field(default_factory=Load)
 
     def __post_init__(self) -> None:
-        # three periods: so much later than the last token may its sample, and ours, be
+        # four periods: so much later than the last token may its sample, and ours, be
         self.progress = Progress(
-            limit_s=max(self.hang_s - 3 * self.period_s, self.hang_s / 2),
+            limit_s=max(self.hang_s - 4 * self.period_s, self.hang_s / 2),
             interval_cap_s=4 * self.period_s,
             answer_s=self.hang_s / 2,
         )
@@ -76,11 +75,13 @@ class Watch:
 
     async def watch_progress(self) -> Fault:
         """Sample the load; an answer that does not come in time is a sample too."""
-        told, excused_s = 0.0, 0.0
+        told, excused_s, took = 0.0, 0.0, 0.0
         while True:
-            await asyncio.sleep(self.period_s)
+            await asyncio.sleep(max(self.period_s - took, 0.0))
+            asked = time.monotonic()
             load = await self._sample()
             at = time.monotonic()
+            took = at - asked
             if self.weights.is_paused:
                 if self.progress.sample_paused(at, load):
                     return self._hang(load)
@@ -96,8 +97,6 @@ class Watch:
             if excused_s < self.compile_s and self.process.is_compiling():
                 excused_s += self.progress.stalled_s
                 self.progress.excuse()
-                continue
-            if self.weights.is_paused:  # since the sample was asked for
                 continue
             return self._hang(load)
 
@@ -148,13 +147,18 @@ class Watch:
                 )
 
     async def _probe(self) -> str | None:
-        """Return why it failed, empty if it passed, None once an exchange overlaps it."""
-        exchanges = self.weights.exchanges
+        """Return why it failed, empty if it passed, None once it says nothing.
+
+        So it does when an exchange overlaps it, and when this machine's clock is set: SGLang tells
+        by that whether something came since.
+        """
+        exchanges, ahead_s = self.weights.exchanges, self.wall() - time.monotonic()
         asked = asyncio.create_task(self.admin.is_healthy(timeout_s=self.hang_s))
         try:
             while not asked.done():
                 await asyncio.wait({asked}, timeout=self.period_s)
-                if self.weights.is_paused or exchanges != self.weights.exchanges:
+                is_set = abs(self.wall() - time.monotonic() - ahead_s) > CLOCK_SET_S
+                if is_set or self.weights.is_paused or exchanges != self.weights.exchanges:
                     return None
             return "" if await asked else "does not answer 200"
         except NO_ANSWER as error:
@@ -186,46 +190,6 @@ class Watch:
                 "its answers out has stopped"
             ),
         )
-
-
-async def watch_exit(process: EngineProcess, log: LogReader) -> Fault:
-    """Wait for the end; what the log says of its cause is the cause."""
-    code = await process.wait()
-    log.feed(process.read_log())
-    log.end()
-    detail = f"process {process.pid} ended with {_meaning(code)}"
-    if log.cause is None:
-        return Fault(cause="exit", detail=detail, unknown_lines=log.unknown.total())
-    return Fault(
-        cause=log.cause.kind,
-        detail=f"{log.cause.text} ({detail})",
-        unknown_lines=log.unknown.total(),
-    )
-
-
-async def watch_log(process: EngineProcess, log: LogReader) -> Fault:
-    """Read the log as it grows until it tells of a fault."""
-    while True:
-        await asyncio.sleep(LOG_EVERY_S)
-        if log.feed(process.read_log()) is not None:
-            break
-    await asyncio.sleep(REST_OF_LOG_S)
-    log.feed(process.read_log())
-    log.end()
-    assert log.cause is not None  # set with the first fault
-    return Fault(cause=log.cause.kind, detail=log.cause.text, unknown_lines=log.unknown.total())
-
-
-def _meaning(code: int) -> str:
-    """Say what an exit code means; the guard hands on a signal as 256 less its number."""
-    number = -code if code < 0 else 256 - code if code > 192 else 0
-    try:
-        name = signal.Signals(number).name if number else ""
-    except ValueError:
-        name = ""
-    if name == "SIGKILL":
-        return f"{code} (SIGKILL: by a person, by Slurm, or by the kernel for want of memory)"
-    return f"{code} ({name})" if name else str(code)
 
 
 async def first_fault(watchers: list[Coroutine[None, None, Fault]]) -> Fault:

@@ -159,10 +159,10 @@ def test_thirty_minutes_of_long_prompts_pauses_and_pushes_raise_no_alarm_and_a_h
 ) -> None:
     """Periods and limits as Watch sets them for engine.hang_s=10; half a second a sample."""
     rng, at, mark = random.Random(seed), 0.0, 0.0
-    progress = Progress(limit_s=8.5, interval_cap_s=2.0, answer_s=5.0)
+    progress = Progress(limit_s=8.0, interval_cap_s=2.0, answer_s=5.0)
     while at < 1800:
         kind = rng.choice(["decode", "prefill", "pause", "idle", "absent"])
-        length = rng.uniform(0.5, {"prefill": 8.0, "pause": 120.0}.get(kind, 30.0))
+        length = rng.uniform(0.5, {"prefill": 7.5, "pause": 120.0}.get(kind, 30.0))
         until = at + length
         if kind == "absent":  # this process was not run: one late sample
             at = until

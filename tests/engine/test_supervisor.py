@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -238,3 +239,37 @@ asyncio.run(go())
     parent.wait()
     parent.stdout.close()
     engine.wait(timeout=60)
+
+
+def test_a_supervisor_that_was_stopped_for_long_ends_no_engine(tmp_path: Path, model: Path) -> None:
+    program = f"""
+import asyncio, sys
+from pathlib import Path
+from agentrl.config import EngineConfig
+from agentrl.engine.supervisor import EngineSupervisor
+from agentrl.events import EventWriter
+async def go():
+    model, folder = Path({str(model)!r}), Path({str(tmp_path)!r})
+    s = EngineSupervisor(
+        EngineConfig(hang_s=6), model=model, logs=folder, events=EventWriter(folder / "events", "x")
+    )
+    await s.start(None)
+    print("up", flush=True)
+    await asyncio.to_thread(sys.stdin.readline)
+    await asyncio.sleep(9)  # a hang would be found by then
+    await s.close()
+asyncio.run(go())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == b"up\n"
+        parent.send_signal(signal.SIGSTOP)
+        time.sleep(13)  # more than twice hang_s
+        parent.send_signal(signal.SIGCONT)
+        parent.communicate(b"\n", timeout=120)
+    assert parent.returncode == 0
+    happened = events.read_folder(tmp_path / "events")
+    assert [one for one in happened if isinstance(one, events.EngineFault)] == []
+    assert any(isinstance(one, events.EngineState) for one in happened)

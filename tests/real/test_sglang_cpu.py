@@ -43,6 +43,7 @@ pytestmark = [
     pytest.mark.timeout(3600),
     pytest.mark.skipif(not Path(PYTHON).exists(), reason="no SGLang here: make test-sglang"),
 ]
+HANG_S = 20
 TOLERANCE = 1e-3
 """Nats, between SGLang and transformers' own forward, both in float32."""
 COMMON = {
@@ -95,7 +96,8 @@ class Case:
         self.first, self.second = (make(folder / f"m{seed}", kind, seed) for seed in (0, 1))
         keys = [
             *("engine=sglang-cpu", f"engine.sglang.python={PYTHON}", "engine.context_length=1024"),
-            "engine.max_restarts=9",  # of four faults within minutes
+            "engine.max_restarts=9",  # of six faults within minutes
+            f"engine.hang_s={HANG_S}",
         ]
         self.config: EngineConfig = load("configs/demo.yaml", keys).engine
         self.supervisor: EngineSupervisor
@@ -136,8 +138,10 @@ class Case:
         await self.check_logprobs(self.second, version=1)
         await self.check_update(self.first, 2, "collective")
         await self.check_logprobs(self.first, version=2)
-        for fault in (self.hang, self.die_slowly, self.abort, self.kill):
-            await self.check_fault(fault)
+        for stop in (self.hang, self.mute, self.deafen, self.die_slowly):
+            await self.check_fault(stop, within_s=1.5 * HANG_S)  # of a machine that others use too
+        for end in (self.abort, self.kill):
+            await self.check_fault(end, within_s=HANG_S)
         await self.check_logprobs(self.first, version=2)
 
     async def check_logprobs(self, model: Path, *, version: int) -> None:
@@ -185,11 +189,23 @@ class Case:
         assert process is not None
         return psutil.Process(process.pid).children(recursive=True)
 
+    def stop(self, name: str) -> None:
+        found = [one for one in self.processes() if name in " ".join(one.cmdline())]
+        assert found
+        for one in found:
+            one.send_signal(signal.SIGSTOP)
+
     def hang(self) -> None:
         """Its port answers, /v1/loads too; no token comes."""
-        for one in self.processes():
-            if "scheduler" in " ".join(one.cmdline()):
-                one.send_signal(signal.SIGSTOP)
+        self.stop("scheduler")
+
+    def mute(self) -> None:
+        """Its scheduler goes on and finishes all requests; nobody hears of it."""
+        self.stop("detokenizer")
+
+    def deafen(self) -> None:
+        """Its scheduler has nothing more to do, and its port takes connections."""
+        self.stop("launch_server")
 
     def die_slowly(self) -> None:
         """Its port is open and every call times out."""
@@ -206,11 +222,14 @@ class Case:
         for one in self.processes():
             one.kill()
 
-    async def check_fault(self, fault: Callable[[], None]) -> None:
-        """Every call in flight is finished, by the engine's next life."""
+    async def check_fault(self, fault: Callable[[], None], *, within_s: float) -> None:
+        """It is noticed, and every call in flight is finished, by the engine's next life."""
         calls = [asyncio.create_task(self.ask([20 + at, 5], 200)) for at in range(4)]
         await asyncio.sleep(1)
         fault()
+        async with asyncio.timeout(within_s):
+            while self.supervisor.urls():  # noqa: ASYNC110 - it has no event for this
+                await asyncio.sleep(0.05)
         replies = await asyncio.gather(*calls)
         assert all(len(one.token_ids) == len(one.logprobs) > 0 for one in replies)
 
@@ -224,10 +243,10 @@ def test_it_serves_takes_new_weights_and_survives_every_kind_of_end(case: Case) 
     happened = case.run()
     faults = [one for one in happened if isinstance(one, events.EngineFault)]
     causes = [one.cause for one in faults if one.cause != "request"]
-    assert causes[:3] == ["hang", "hang", "memory_access"]
-    assert len(causes) == 4
+    assert causes[:5] == ["hang", "unresponsive", "hang", "hang", "memory_access"]
+    assert len(causes) == 6
     proved = [one.version for one in happened if isinstance(one, events.VersionEvent)]
-    assert proved == [0, 1, 2, 2, 2, 2, 2]
+    assert proved == [0, 1, 2, 2, 2, 2, 2, 2, 2]
     assert any(isinstance(one, events.EngineMetrics) for one in happened)
     failed = [one for one in happened if getattr(one, "state", "").startswith("push failed")]
     assert failed == []
