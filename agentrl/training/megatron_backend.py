@@ -146,7 +146,6 @@ class MegatronBackend:
         run_schedule(self.policy, batches, self._forward, loss)
         return sums
 
-    @torch.no_grad()
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their Hugging Face names on every rank, one place at a time."""
         for name, tensor in self.weights.named():

@@ -38,41 +38,44 @@ class MegatronWeights:
 
     shards: OptimizerShards
     """Set once there is an optimizer."""
-    _experts: tuple[str, Tensor] | None = None
-    """One parameter of one layer's experts, all ranks': [experts, rows, columns], and its name."""
+    _experts: tuple[tuple[int, str], Sequence[Tensor]] | None = None
+    """The whole weights of one layer's experts, in order, and the stage and parameter they are."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], shape: ModelShape, layout: Layout
     ) -> None:
         self.parameters, self.shape, self.layout = parameters, shape, layout
-        self.device = next(iter(parameters.values())).device
+        first = next(iter(parameters.values()))
+        self.device, self.dtype = first.device, first.dtype
+        self._places = tuple(places(shape, layout))  # made once: a large mixture has 12,000
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
         """Read this rank's part of a Hugging Face folder, a tensor at a time."""
         files = WeightFiles(folder)
-        for place in self._places():
+        for place in self._places:
             if self._has(place):
                 whole = fuse(place, [files.get(name) for name in place.hf], self.shape)
                 self._view(place).copy_(self._mine_of(split(place, whole, self.layout.tp)))
 
-    @torch.no_grad()
     def named(self, kind: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, or a kind of the optimizer's state in float32, whole, on every rank.
 
         kind: WEIGHT, `exp_avg` or `exp_avg_sq`; empty: the weights that the model computes with.
         """
-        dtype = torch.float32 if kind else next(iter(self.parameters.values())).dtype
+        dtype = torch.float32 if kind else self.dtype
         self._experts = None  # of a call that was not read to its end
-        for place in self._places():
+        for place in self._places:
             if self.shape.is_tied and place.name == HEAD:
                 continue  # the last stage's copy of the embedding
+            if place.rule.is_expert and not kind:
+                yield from zip(
+                    place.hf, unfuse(place, self._expert(place), self.shape), strict=True
+                )
+                continue
             tensors: Sequence[Tensor | None] = [None] * len(place.hf)
             if stage() in place.stages:
-                if place.rule.is_expert and not kind:
-                    parts = [self._expert(place)]
-                else:
-                    parts = self._gathered(place, self._part(place, kind))
+                parts = self._gathered(place, self._part(place, kind))
                 tensors = unfuse(place, join(place, parts, self.shape), self.shape)
             shapes = shapes_of(place, self.shape)
             for name, tensor, shape in zip(place.hf, tensors, shapes, strict=True):
@@ -87,11 +90,11 @@ class MegatronWeights:
         Raises CheckpointError for tensors of another model.
         """
         if source is not None:
-            wanted = {name for place in self._places() for name in place.hf}
+            wanted = {name for place in self._places for name in place.hf}
             if odd := sorted(wanted ^ source.keys()):
                 names = ", ".join(odd[:3])
                 raise CheckpointError(f"checkpoint is of another model: {names} differ")
-        for place in self._places():
+        for place in self._places:
             tensors = [
                 self._told(name, source, wanted_shape)
                 for name, wanted_shape in zip(place.hf, shapes_of(place, self.shape), strict=True)
@@ -103,9 +106,6 @@ class MegatronWeights:
                 self._view(place).copy_(part)
             parameter, first, _ = self._slot(place)
             self.shards.put(parameter, kind, first, part.reshape(-1))
-
-    def _places(self) -> Iterator[Place]:
-        return places(self.shape, self.layout)
 
     def _has(self, place: Place) -> bool:
         rank = parallel_state.get_expert_model_parallel_rank()
@@ -152,23 +152,31 @@ class MegatronWeights:
     def _expert(self, place: Place) -> Tensor:
         """Return an expert's weight; with a layer's first the whole layer is gathered, as one."""
         name, here = _without_expert(place.name)
-        if self._experts is None or self._experts[0] != name:
-            self._experts = name, self._all_experts(name)
-        group = parallel_state.get_expert_model_parallel_group()
-        each = len(self._experts[1]) // group.size()
-        return self._experts[1][place.ep_rank * each + here]
+        stored = place.stages[0], name
+        if self._experts is None or self._experts[0] != stored:
+            self._experts = stored, self._all_experts(place, name).unbind()
+        experts = self._experts[1]
+        return experts[place.ep_rank * (len(experts) // self.layout.ep) + here]
 
-    def _all_experts(self, name: str) -> Tensor:
-        """Return a copy of one parameter of all ranks' experts. [experts, rows, columns]"""
+    def _all_experts(self, place: Place, name: str) -> Tensor:
+        """Return a copy of one parameter of a layer's experts. [experts, rows, columns]"""
+        found = self._of_all_ranks(name) if stage() in place.stages else None
+        parts = shapes_of(place, self.shape)
+        shape = (self.shape.experts, sum(rows for rows, _ in parts), parts[0][1])
+        owner = place.stages[0]
+        return told_by(owner, found, shape, dtype=self.dtype, device=self.device)
+
+    def _of_all_ranks(self, name: str) -> Tensor:
         group = parallel_state.get_expert_model_parallel_group()
         if self.layout.spec == "te":
             each = self.shape.experts // group.size()
-            mine = torch.stack([self.parameters[f"{name}{here}"] for here in range(each)])
+            ours = (self.parameters[f"{name}{here}"].detach() for here in range(each))
+            mine = torch.stack(list(ours))
         else:
             mine = self.parameters[name].detach()
         if group.size() == 1:
-            return mine.clone()
-        found = mine.new_empty(group.size() * len(mine), *mine.shape[1:])
+            return mine if self.layout.spec == "te" else mine.clone()
+        found = mine.new_empty(self.shape.experts, *mine.shape[1:])
         dist.all_gather_into_tensor(found, mine.contiguous(), group=group)
         return found
 
