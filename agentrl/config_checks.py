@@ -114,6 +114,12 @@ def _check_replay(config: RunConfig) -> None:
             f"{asked} with engine.kind={config.engine.kind}: that engine does not tell which "
             "experts a token took; set false, or take engine=sglang"
         )
+    if config.engine.sglang.hierarchical_cache_gb:
+        raise ConfigError(
+            f"{asked} with engine.sglang.hierarchical_cache_gb="
+            f"{config.engine.sglang.hierarchical_cache_gb}: SGLang keeps experts by their place in "
+            "GPU memory, and what comes back from the host has another; set one of them off"
+        )
     training = config.training
     if training.compile:
         raise ConfigError(

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.errors import ConfigError
+from agentrl.handoff.socket_wire import MAX_BYTES
 from agentrl.training.hf_shape import read_shape
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ Experts = NDArray[np.unsignedinteger[Any]]
 NO_EXPERTS: Experts = np.empty((0, 0, 0), np.uint8)
 MOST = 1 << 15
 """Experts of a layer that the trainer's 16-bit numbers tell apart."""
+LARGEST = {"files": (1 << 31) - 1, "socket": MAX_BYTES}
+"""Bytes of a group's experts: Parquet counts a page's in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +67,14 @@ class ModelExperts:
             raise ValueError(
                 f"experts {found.min()} to {found.max()} of a model that has {self.count}"
             )
-        kept: Experts = found.astype(self.kind)
-        return kept.reshape(shape)
+        narrow: Experts = found.astype(self.kind)
+        kept = narrow.reshape(shape)
+        if self.per_token > 1 and (kept[:, :, 0] == kept[:, :, 1]).any():
+            raise ValueError(
+                "experts that name one twice for a token: zeros, where the engine's memory of them "
+                "was never written"
+            )
+        return kept
 
     def fit(self, experts: Experts, tokens: int) -> bool:
         """Tell whether `experts` are of this model, for each of `tokens` tokens."""
@@ -75,8 +84,23 @@ class ModelExperts:
 
 
 def replayed_experts(config: RunConfig) -> ModelExperts | None:
-    """Return the experts of a run's model, where it replays routing. Raises ConfigError."""
-    return read_experts(Path(config.model.path)) if config.engine.sglang.routed_experts else None
+    """Return the experts of a run's model, where it replays routing.
+
+    Raises ConfigError for a model without any, and where a group could not be handed on with them.
+    """
+    if not config.engine.sglang.routed_experts:
+        return None
+    found = read_experts(Path(config.model.path))
+    attempts, tokens = config.rollout.attempts_per_task, config.agent.tokens_per_trajectory
+    size, most = attempts * tokens * found.token_bytes, LARGEST[config.handoff]
+    if size > most:
+        raise ConfigError(
+            f"engine.sglang.routed_experts=true: {found.token_bytes} bytes a token make a group of "
+            f"rollout.attempts_per_task={attempts} times agent.tokens_per_trajectory={tokens} "
+            f"{size} bytes, and handoff={config.handoff} takes {most}; lower one of both, or set "
+            "false"
+        )
+    return found
 
 
 def read_experts(folder: Path) -> ModelExperts:

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.agent.tokens import TokenBuffer
-from agentrl.config import EngineConfig
+from agentrl.config import EngineConfig, RunConfig
 from agentrl.engine.base import Generation, Sampling
 from agentrl.engine.client import EngineClient
-from agentrl.engine.experts import ModelExperts, read_experts
+from agentrl.engine.experts import ModelExperts, read_experts, replayed_experts
 from agentrl.errors import ConfigError, EngineLost
 
 MODEL = ModelExperts(layers=3, count=300, per_token=2)
@@ -133,6 +133,7 @@ SPOILS = {
     "half an integer": lambda rows: rows.tobytes()[:-2],
     "an expert beyond the last": lambda rows: (rows * 0 + MODEL.count).tobytes(),
     "a negative expert": lambda rows: (rows * 0 - 1).tobytes(),
+    "memory that was never written": lambda rows: (rows * 0).tobytes(),
 }
 
 
@@ -197,6 +198,18 @@ def test_a_models_experts_are_read_from_its_config(tmp_path) -> None:
 def test_a_model_whose_experts_cannot_be_replayed_is_refused(tmp_path, changes, words) -> None:
     with pytest.raises(ConfigError, match=words):
         read_experts(write_config(tmp_path, **changes))
+
+
+def test_a_group_that_could_not_be_handed_on_with_its_experts_is_refused(tmp_path) -> None:
+    config = RunConfig()
+    config.model.path, config.engine.sglang.routed_experts = str(write_config(tmp_path)), True
+    assert replayed_experts(config) == MODEL
+    config.rollout.attempts_per_task, config.agent.tokens_per_trajectory = 100, 1 << 20
+    config.handoff = "socket"
+    with pytest.raises(ConfigError, match=r"12 bytes a token .*handoff=socket takes 1073741824"):
+        replayed_experts(config)
+    config.handoff = "files"
+    assert replayed_experts(config) == MODEL
 
 
 def test_a_folder_without_a_config_says_what_is_wanted(tmp_path) -> None:

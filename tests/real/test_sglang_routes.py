@@ -72,6 +72,7 @@ class Played:
             ) as self.client:  # fmt: skip
                 self.turns = await self.talk(TokenBuffer(PROMPT))
                 self.aborted = await self.talk(TokenBuffer(PROMPT[::-1]), aborts=True)
+                self.aborts = await asyncio.to_thread(self.count_aborts)
                 self.updated = await self.live_through_an_update(TokenBuffer(PROMPT[::2]))
         finally:
             await self.supervisor.close()
@@ -109,6 +110,13 @@ class Played:
         kind = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{url}/abort_request", body, kind)
         urllib.request.urlopen(request, timeout=30).close()
+
+    def count_aborts(self) -> float:
+        (url,) = self.supervisor.urls()
+        with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        name = "sglang:num_aborted_requests_total"
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     async def live_through_an_update(self, buffer: TokenBuffer) -> TokenBuffer:
         reply = asyncio.create_task(self.ask(buffer, 300))
@@ -153,6 +161,10 @@ def test_replay_closes_the_gap_that_near_ties_open(played: Played, name: str) ->
     assert replayed.max() < TOLERANCE
     assert free.max() > 10 * TOLERANCE
     assert free.mean() > 10 * replayed.mean()
+
+
+def test_the_aborts_came_in_the_middle_of_a_reply(played: Played) -> None:
+    assert played.aborts >= 1
 
 
 def test_the_update_came_in_the_middle_of_a_reply(played: Played) -> None:

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from agentrl.config import RunConfig
 from agentrl.engine.base import VersionSpan
 from agentrl.handoff.spool import SpoolWriter
 from agentrl.handoff.trajectory import Group, Trajectory
+from agentrl.training.packing import Sample
 
 VOCABULARY = 64
 
@@ -106,6 +108,14 @@ def make_experts(tokens: int, *, layers: int, count: int, seed: int = 0) -> np.n
     rng = np.random.default_rng([tokens, seed])
     drawn = rng.permuted(np.tile(np.arange(count), (tokens, layers, 1)), axis=2)
     return drawn[:, :, :2].astype(np.uint8)
+
+
+def with_experts(samples: list[Sample], *, layers: int = 2, count: int = 4) -> list[Sample]:
+    """Return samples whose tokens go to experts drawn at random."""
+    return [
+        replace(one, experts=make_experts(len(one.tokens), layers=layers, count=count))
+        for one in samples
+    ]
 
 
 def run_ranks(folder: Path, work: str, size: int, *extra: str) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fabricate import fill_spool, make_config, make_experts, make_group
+from fabricate import fill_spool, make_config, make_group, with_experts
 from safetensors.torch import load_file
 
 from agentrl.errors import CheckpointError, ConfigError, DivergedError
@@ -137,9 +136,7 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
     samples = make_batch(groups, 0, config, Counter()).samples
     if folder.name.endswith(REPLAYED):
         config.engine.sglang.routed_experts = True
-        drawn = [make_experts(len(one.tokens), layers=2, count=4) for one in samples]
-        pairs = zip(samples, drawn, strict=True)
-        samples = [replace(one, experts=experts) for one, experts in pairs]
+        samples = with_experts(samples)
     batches = pack(samples, 67, is_packed=packing == "packed")
     reference = TorchBackend(folder, config)
     start = {name: tensor.clone() for name, tensor in reference.export_hf()}

@@ -72,6 +72,10 @@ def test_experts_that_the_trainer_would_not_replay_are_not_asked_for(tiny_config
         check(tiny_config)
     tiny_config.engine.kind, tiny_config.training.device = "sglang", "gpu"
     check(tiny_config)
+    tiny_config.engine.sglang.hierarchical_cache_gb = 8
+    with pytest.raises(ConfigError, match=r"hierarchical_cache_gb=8: .*has another; set one"):
+        check(tiny_config)
+    tiny_config.engine.sglang.hierarchical_cache_gb = 0
     tiny_config.training.compile = True
     with pytest.raises(ConfigError, match=r"training.compile=true: .*set one of them false"):
         check(tiny_config)

@@ -10,8 +10,8 @@ from collections import Counter
 
 import pytest
 import torch
-from fabricate import make_config, make_group
-from megatron_ranks import make_family
+from fabricate import make_config, make_group, with_experts
+from megatron_ranks import REPLAYED, make_family
 
 from agentrl.training import ranks
 from agentrl.training.backends import open_backend, open_megatron
@@ -40,22 +40,33 @@ def make_run(tmp_path, family, layers):
     training.backend, training.megatron_layers = "megatron", layers
     training.device, training.dtype, training.packing = "gpu", "bfloat16", "packed"
     training.lr, training.micro_batch_tokens = 1e-4, 67
+    config.engine.sglang.routed_experts = family.endswith(REPLAYED)
     return folder, config
 
 
-@pytest.mark.parametrize("layers", ["local", pytest.param("te", marks=needs_te)])
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_moe"])
+FAMILIES = ("qwen3", "llama", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("layers", "family"),
+    [
+        *(("local", family) for family in (*FAMILIES, f"qwen3_moe{REPLAYED}")),
+        *(pytest.param("te", family, marks=needs_te) for family in FAMILIES),
+    ],
+)
 def test_on_a_gpu_megatron_is_as_near_to_float32_as_torch_is(tmp_path, family, layers):
     folder, config = make_run(tmp_path, family, layers)
     batches = steps(config)
-    exact = TorchBackend(folder, exact_config(tmp_path, folder))
+    plain = exact_config(tmp_path, folder)
+    plain.engine.sglang.routed_experts = config.engine.sglang.routed_experts
+    exact = TorchBackend(folder, plain)
     wanted = [exact.logprobs(batch) for batch in batches]
     with ranks.started(config) as world:
         ours, theirs = open_megatron(config), TorchBackend(folder, config, world=world)
         mine, other = (error(one, batches, wanted) for one in (ours, theirs))
         assert mine < 1.5 * other + 1e-3, (mine, other)
         found, known = ours.train_step(batches), theirs.train_step(batches)
-        for name in ("loss", "entropy", "grad_norm", "ess"):
+        for name in {"loss", "entropy", "grad_norm", "ess", "rerouted"} & known.keys():
             assert found[name] == pytest.approx(known[name], rel=0.03, abs=0.01), name
         goes_on(ours, open_megatron(config), batches)
 
@@ -113,7 +124,9 @@ def exact_config(tmp_path, folder):
 
 def steps(config):
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
-    return pack_step(make_batch(groups, 0, config, Counter()).samples, config.training)
+    samples = make_batch(groups, 0, config, Counter()).samples
+    replays = config.engine.sglang.routed_experts
+    return pack_step(with_experts(samples) if replays else samples, config.training)
 
 
 def error(backend, batches, wanted):

@@ -4,7 +4,8 @@ from collections import Counter
 
 import pytest
 import torch
-from fabricate import make_group
+from fabricate import make_group, with_experts
+from megatron_ranks import make_family
 
 from agentrl.errors import ConfigError
 from agentrl.training import checkpoint, ranks
@@ -16,7 +17,8 @@ from agentrl.training.torch_backend import TorchBackend
 
 def samples(config):
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
-    return make_batch(groups, 0, config, Counter()).samples
+    found = make_batch(groups, 0, config, Counter()).samples
+    return with_experts(found) if config.engine.sglang.routed_experts else found
 
 
 def batches_of(config):
@@ -44,9 +46,13 @@ def assert_same(mine, other):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("packing", ["padded", "packed"])
-def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing):
-    tiny_config.training.packing = packing
+@pytest.mark.parametrize("packing", ["padded", "packed, experts replayed"])
+def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing, tmp_path):
+    tiny_config.training.packing, _, replays = packing.partition(",")
+    if replays:
+        tiny_model = make_family(tmp_path / "mixture", "qwen3_moe")
+        tiny_config.model.path = str(tiny_model)
+        tiny_config.engine.kind, tiny_config.engine.sglang.routed_experts = "sglang", True
     tiny_config.training.recompute = "layers"
     tiny_config.training.head_tiles_from = 2
     tiny_config.training.kl_coef = 0.1
@@ -56,6 +62,7 @@ def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing):
     together = learn(tiny_model, tiny_config)
     assert together[0].sort().values == pytest.approx(alone[0].sort().values, abs=1e-5)
     assert together[1] == pytest.approx(alone[1], abs=1e-5, rel=1e-4)
+    assert (alone[1].get("rerouted", 0.0) > 0.1) == bool(replays)
     assert_same(together[2].model, alone[2].model)
     assert_same(together[3], alone[3])
     assert together[4] == pytest.approx(alone[4], abs=1e-4)
