@@ -38,7 +38,7 @@ class EngineNumbers:
     decode_passes: float = 0.0
     """Of a rank, on average."""
     delivered: float = 0.0
-    """Tokens and ends of replies that came to the server's port; 0 where it does not count them."""
+    """Tokens and ends of replies that came to the server's port; 0 where it does not count each."""
 
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
@@ -68,7 +68,6 @@ def numbers(text: str) -> EngineNumbers:
     passes = samples.get("cuda_graph_passes_total", [])
     graphs = sum(value for labels, value in passes if _is_graph(labels.get("mode", "")))
     retracted = _sum(samples, "num_retracted_requests_total")
-    later = _sum(samples, "inter_token_latency_seconds_count")
     return EngineNumbers(
         running=_sum(samples, "num_running_reqs"),
         queued=_sum(samples, "num_queue_reqs"),
@@ -85,8 +84,19 @@ def numbers(text: str) -> EngineNumbers:
         graph_passes=graphs,
         eager_passes=sum(value for _, value in passes) - graphs,
         decode_passes=_decode_passes(passes),
-        delivered=later and later + sum(_sum(samples, name) for name in DELIVERED),
+        delivered=_delivered(samples),
     )
+
+
+def _delivered(samples: Samples) -> float:
+    """Without its tokens after the first the count says too little; with drafts, too rarely.
+
+    A pass of several tokens may step over the multiples at which SGLang hands a reply on.
+    """
+    later = _sum(samples, "inter_token_latency_seconds_count")
+    if not later or _sum(samples, "spec_accept_length"):
+        return 0.0
+    return later + sum(_sum(samples, name) for name in DELIVERED)
 
 
 def _decode_passes(passes: list[tuple[dict[str, str], float]]) -> float:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.engine.scrape import numbers, parse
+from agentrl.engine.scrape import PREFIX, numbers, parse
 
 TEXTS = Path(__file__).parent / "fixtures" / "metrics"
 
@@ -21,6 +21,30 @@ def test_the_numbers_of_a_run_are_read(version: str) -> None:
     assert found.cache_hit_rate == 0.75, "of tokens, not the last batch's gauge"
     assert (found.graph_passes, found.eager_passes) == (90_211, 519)
     assert (found.requests, found.aborted, found.retracted) == (611, 4, 2)
+
+
+def counted(accepted: float) -> str:
+    """What two ranks computed, and what came to the port."""
+    passes = [
+        f'{PREFIX}cuda_graph_passes_total{{tp_rank="{rank}",mode="{mode}"}} {count}\n'
+        for rank in (0, 1)
+        for mode, count in (("decode_cuda_graph", 100), ("decode_none", 20), ("prefill_none", 9))
+    ]
+    return (
+        f"{''.join(passes)}{PREFIX}spec_accept_length {accepted}\n{PREFIX}num_requests_total 3\n"
+        f'{PREFIX}inter_token_latency_seconds_bucket{{le="+Inf"}} 77\n'
+        f"{PREFIX}inter_token_latency_seconds_count 77\n"
+        f"{PREFIX}time_to_first_token_seconds_count 4\n"
+    )
+
+
+def test_what_is_computed_and_what_comes_out_are_counted_apart() -> None:
+    found = numbers(counted(0.0))
+    assert (found.decode_passes, found.delivered) == (120, 77 + 4 + 3)
+
+
+def test_with_speculation_the_port_is_not_held_to_its_count() -> None:
+    assert numbers(counted(2.7)).delivered == 0
 
 
 def test_labels_may_hold_quotes_and_commas() -> None:
