@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +21,7 @@ def idle(mark: float) -> Load:
     return Load(mark=(mark,))
 
 
-def first_hang(progress: Progress, loads: list[Load | None]) -> int | None:
+def first_hang(progress: Progress, loads: Sequence[Load | None]) -> int | None:
     """Feed one sample a second; return the second of the verdict, which must be a hang."""
     for at, load in enumerate(loads):
         if found := progress.sample(at, load):
