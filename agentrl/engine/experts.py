@@ -50,7 +50,7 @@ class ModelExperts:
 
     @property
     def kind(self) -> type[np.uint8] | type[np.uint16]:
-        return np.uint8 if self.count <= 256 else np.uint16
+        return np.uint8 if self.count < 256 else np.uint16
 
     @property
     def token_bytes(self) -> int:

@@ -72,7 +72,7 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
         self.each = config.num_moe_experts // self.group.size()
         self.experts = GroupedExperts(self.each, config)
         self.told: Tensor | None = None
-        """[tokens here, k] int16 experts to take; None: as the router chooses."""
+        """[tokens here, k] experts to take; None: as the router chooses."""
         self.changes: Tensor | None = None
         """`count_changes` of all that was told."""
 

@@ -37,7 +37,7 @@ class Packing(PackedSeqParams):  # type: ignore[misc, unused-ignore]
     lengths: tuple[int, ...]
     """Of the sequences."""
     experts: Tensor | None = None
-    """[layers, tokens here, k] int16 that tokens go to; None: as the routers choose."""
+    """[layers, tokens here, k] that tokens go to; None: as the routers choose."""
 
 
 class Rotary:

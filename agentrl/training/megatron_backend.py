@@ -272,5 +272,7 @@ def _filled(batch: MicroBatch, missing: int) -> MicroBatch:
     ends = torch.cat([batch.ends, batch.ends[-1:] + missing])
     experts = batch.experts
     if experts is not None:
-        experts = torch.cat([experts, experts.new_full((1, missing, *experts.shape[2:]), OWN)], 1)
+        experts = torch.cat(
+            [experts, experts.new_full((1, missing, *experts.shape[2:]), OWN[experts.dtype])], 1
+        )
     return replace(batch, tokens=tokens, ends=ends, experts=experts)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from agentrl.config import TrainingConfig
 from agentrl.engine.experts import Experts
@@ -26,7 +27,7 @@ ATTENTION_TOKENS = 14_000
 """Length at which a sequence's attention costs what its matrices do: 14k for Qwen3-30B-A3B, 8k for
 Qwen3-0.6B, 25k for Qwen3-4B. Deals work out only, so that near is good enough."""
 
-OWN = -1
+OWN = {torch.uint8: 255, torch.int16: -1}
 """In place of an expert, for tokens that only fill up: the one that the router chooses."""
 
 
@@ -79,7 +80,8 @@ class MicroBatch:
     ends: Tensor | None = None
     """Packed, B = 1: [sequences + 1] int32, 0 and where each sequence ends. None: a row is one."""
     experts: Tensor | None = None
-    """[B, T, layers, k] int16 that tokens go to, OWN right of a row's end. None: as they choose."""
+    """[B, T, layers, k] uint8 or int16 that tokens go to, OWN right of a row's end; None: those
+    that routers choose."""
 
     @property
     def padding(self) -> int:
@@ -242,13 +244,11 @@ def _stacked_experts(rows: Sequence[Sample], *, packs: bool) -> Tensor | None:
         return None
     if len(found) != len(rows):
         raise ValueError(f"{len(found)} of {len(rows)} samples have experts; must be all or none")
+    kind = np.uint8 if all(one.dtype == np.uint8 for one in found) else np.int16
+    parts = [torch.from_numpy(one.astype(kind)) for one in found]
     if packs:
-        return torch.from_numpy(np.concatenate(found, dtype=np.int16, casting="unsafe"))[None]
-    width = max(len(one) for one in found)
-    whole = np.full((len(found), width, *found[0].shape[1:]), OWN, dtype=np.int16)
-    for row, one in zip(whole, found, strict=True):
-        row[: len(one)] = one
-    return torch.from_numpy(whole)
+        return torch.cat(parts)[None]
+    return pad_sequence(parts, batch_first=True, padding_value=OWN[parts[0].dtype])
 
 
 def _shares(row: Sample) -> NDArray[np.float32]:

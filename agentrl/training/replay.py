@@ -23,9 +23,9 @@ ROUTER = "Qwen3MoeTopKRouter"
 def picked(told: Tensor, own: Tensor) -> Tensor:
     """Return the experts to take: `told` but for fillings, which go where the router sends them.
 
-    told: [n, k] int16, OWN for a filling token's; own: [n, k] int64, the router's choice.
+    told: [n, k] uint8 or int16, OWN for a filling token's; own: [n, k] int64, the router's choice.
     """
-    return torch.where(told == OWN, own, told.long())
+    return torch.where(told == OWN[told.dtype], own, told.long())
 
 
 def chances_of(logits: Tensor, chosen: Tensor, *, is_normalized: bool) -> Tensor:
@@ -40,7 +40,7 @@ def chances_of(logits: Tensor, chosen: Tensor, *, is_normalized: bool) -> Tensor
 
 def count_changes(told: Tensor, own: Tensor) -> Tensor:
     """Return [2] int64: choices where the router would have gone elsewhere, and choices in all."""
-    is_real = told != OWN
+    is_real = told != OWN[told.dtype]
     is_other = (told[:, :, None] != own[:, None, :]).all(2)
     return torch.stack([(is_other & is_real).sum(), is_real.sum()])
 

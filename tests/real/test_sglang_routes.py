@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_sglang_cpu import PYTHON, TOLERANCE, make, pytestmark
+from test_sglang_cpu import PYTHON, TOLERANCE, make, mixture_of, pytestmark
 
 from agentrl import events
 from agentrl.agent.tokens import TokenBuffer
@@ -27,6 +27,8 @@ from agentrl.engine.supervisor import EngineSupervisor
 from agentrl.training.packing import Sample, join
 from agentrl.training.torch_backend import TorchBackend
 from agentrl.weights.version import publish_version
+from benchmarks.tiny_run import model_of, prepared
+from launch.cli import main as agentrl
 
 __all__ = ["pytestmark"]
 PROMPT = list(range(40, 60))
@@ -171,3 +173,20 @@ def test_the_update_came_in_the_middle_of_a_reply(played: Played) -> None:
     versions = [span.version for span in played.updated.versions]
     assert versions[0] == 0
     assert versions[-1] == 1
+
+
+def test_a_run_replays_what_its_engines_took(tmp_path: Path) -> None:
+    """The demo's loop, from the engines' answers over the spool to the trainer's routers."""
+    config = prepared(tmp_path / "rl")
+    model = mixture_of(model_of(config), tmp_path / "moe")
+    keys = [f"model.path={model}", "name=replayed", "training.steps=2"]
+    engine = ["engine=sglang-cpu", f"engine.sglang.python={PYTHON}"]
+    engine += ["engine.sglang.routed_experts=true"]
+    assert agentrl(["train", str(config), *engine, *keys]) == 0
+    happened = events.read_folder(config.parent / "runs" / "replayed" / "events")
+    steps = [one.metrics for one in happened if isinstance(one, events.Step)]
+    assert len(steps) == 2
+    for metrics in steps:
+        assert 0 <= metrics["rerouted"] < 0.05
+        assert metrics.get("gap_age_0", 0.0) < TOLERANCE
+        assert not [name for name in metrics if name.endswith("_experts")]

@@ -152,6 +152,16 @@ def test_replaying_the_routers_own_choice_changes_nothing(mixture, config, lay):
     assert backend.train_step([lay(items)])["rerouted"] == 0.0
 
 
+@pytest.mark.parametrize("lay", [stack, join])
+def test_experts_of_a_model_with_many_are_wider_numbers_for_the_same(mixture, config, lay):
+    items = samples(config)
+    wide = [dataclasses.replace(one, experts=one.experts.astype(np.uint16)) for one in items]
+    narrow, other = lay(items), lay(wide)
+    assert (narrow.experts.dtype, other.experts.dtype) == (torch.uint8, torch.int16)
+    backend = TorchBackend(mixture, config)
+    assert torch.equal(backend.logprobs(narrow), backend.logprobs(other))
+
+
 def step(mixture, config, **changes) -> tuple[dict[str, float], torch.Tensor]:
     changed = dataclasses.replace(config.training, **changes)
     backend = TorchBackend(mixture, dataclasses.replace(config, training=changed))
