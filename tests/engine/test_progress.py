@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -90,6 +92,44 @@ def test_a_mark_that_stood_still_while_a_probe_passed_is_no_clock() -> None:
     progress.probe(11)
     progress.probed(is_ok=True)
     assert first_hang(progress, [idle(-1)] * 100) is None
+
+
+def noticed_after(stopped: str, stop: float, *, busy_until: float) -> float:
+    """Seconds from `stop`, as Watch samples and probes for engine.hang_s=10.
+
+    Its SGLang's clock ticks, a probe takes a second, and beside work it passes the detokenizer by.
+    """
+    progress = Progress(limit_s=8.0, interval_cap_s=2.0, answer_s=5.0)
+    sampled, sent, due = 0.0, None, 2.0
+    for at in (tick / 10 for tick in range(600)):
+        is_silent = stopped == "port" and at >= stop
+        reached = busy_until if stopped == "detokenizer" else stop
+        if sent is None and at >= due:
+            sent = at
+            progress.probe(at)
+        elif sent is not None and at >= sent + 1 and sent < max(reached, stop) and not is_silent:
+            progress.probed(is_ok=True)
+            sent, due = None, at + 2
+        if at - sampled < (1.0 if is_silent else 0.5):
+            continue
+        sampled = at
+        clock = min(at, stop) if stopped == "scheduler" else at
+        is_busy = (stop if stopped == "scheduler" else at) < busy_until
+        load = None if is_silent else Load(running=3 * is_busy, mark=(clock,))
+        if progress.sample(at, load):
+            return at - stop
+    return math.inf
+
+
+@pytest.mark.parametrize("stopped", ["scheduler", "detokenizer", "port"])
+@given(st.integers(0, 60), st.integers(-1, 10))
+def test_whenever_a_process_stops_it_is_noticed_within_hang_s(
+    stopped: str, phase: int, busy: int
+) -> None:
+    """Of the stop, or for a detokenizer of the end of what its scheduler goes on with."""
+    stop = 20 + phase / 10
+    end = max(busy / 10, 0) if stopped == "detokenizer" else 0
+    assert noticed_after(stopped, stop, busy_until=stop + busy / 10) - end <= 10
 
 
 def test_passes_without_a_token_at_the_port_are_found_and_few_of_them_are_not() -> None:
