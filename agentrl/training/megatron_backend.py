@@ -149,7 +149,7 @@ class MegatronBackend:
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights under their Hugging Face names on every rank, one place at a time."""
         for name, tensor in self.weights.named():
-            yield name, tensor.to(self.dtype)
+            yield name, tensor if tensor.dtype == self.dtype else tensor.to(self.dtype)
 
     @torch.no_grad()
     def state(self, part: Part = WHOLE) -> BackendState:

@@ -6,6 +6,7 @@ makes each call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -38,8 +39,6 @@ class MegatronWeights:
 
     shards: OptimizerShards
     """Set once there is an optimizer."""
-    _experts: tuple[tuple[int, str], Sequence[Tensor]] | None = None
-    """The whole weights of one layer's experts, in order, and the stage and parameter they are."""
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], shape: ModelShape, layout: Layout
@@ -48,6 +47,7 @@ class MegatronWeights:
         first = next(iter(parameters.values()))
         self.device, self.dtype = first.device, first.dtype
         self._places = tuple(places(shape, layout))  # made once: a large mixture has 12,000
+        self._runs = [tuple(run) for _, run in itertools.groupby(self._places, _run_of)]
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
@@ -64,24 +64,24 @@ class MegatronWeights:
         kind: WEIGHT, `exp_avg` or `exp_avg_sq`; empty: the weights that the model computes with.
         """
         dtype = torch.float32 if kind else self.dtype
-        self._experts = None  # of a call that was not read to its end
-        for place in self._places:
+        for run in self._runs:
+            place = run[0]
             if self.shape.is_tied and place.name == HEAD:
                 continue  # the last stage's copy of the embedding
             if place.rule.is_expert and not kind:
-                yield from zip(
-                    place.hf, unfuse(place, self._expert(place), self.shape), strict=True
-                )
+                yield from self._all_experts(run)
                 continue
-            tensors: Sequence[Tensor | None] = [None] * len(place.hf)
-            if stage() in place.stages:
-                parts = self._gathered(place, self._part(place, kind))
-                tensors = unfuse(place, join(place, parts, self.shape), self.shape)
-            shapes = shapes_of(place, self.shape)
-            for name, tensor, shape in zip(place.hf, tensors, shapes, strict=True):
-                owner = place.stages[0]
-                yield name, told_by(owner, tensor, shape, dtype=dtype, device=self.device)
-        self._experts = None
+            for one in run:
+                yield from self._one(one, kind, dtype)
+
+    def _one(self, place: Place, kind: str, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        tensors: Sequence[Tensor | None] = [None] * len(place.hf)
+        if stage() in place.stages:
+            parts = self._gathered(place, self._part(place, kind))
+            tensors = unfuse(place, join(place, parts, self.shape), self.shape)
+        shapes, owner = shapes_of(place, self.shape), place.stages[0]
+        for name, tensor, shape in zip(place.hf, tensors, shapes, strict=True):
+            yield name, told_by(owner, tensor, shape, dtype=dtype, device=self.device)
 
     @torch.no_grad()
     def take(self, kind: str, source: Mapping[str, Tensor] | None) -> None:
@@ -149,22 +149,16 @@ class MegatronWeights:
             return torch.empty(shape, dtype=torch.float32, device=self.device)
         return self.shards.get(parameter, kind, first, shape.numel()).view(shape)
 
-    def _expert(self, place: Place) -> Tensor:
-        """Return an expert's weight; with a layer's first the whole layer is gathered, as one."""
-        name, here = _without_expert(place.name)
-        stored = place.stages[0], name
-        if self._experts is None or self._experts[0] != stored:
-            self._experts = stored, self._all_experts(place, name).unbind()
-        experts = self._experts[1]
-        return experts[place.ep_rank * (len(experts) // self.layout.ep) + here]
-
-    def _all_experts(self, place: Place, name: str) -> Tensor:
-        """Return a copy of one parameter of a layer's experts. [experts, rows, columns]"""
+    def _all_experts(self, run: Sequence[Place]) -> Iterator[tuple[str, Tensor]]:
+        """Yield one parameter of all of a layer's experts, views of one copy."""
+        place, count = run[0], len(run)
+        parts, owner = shapes_of(place, self.shape), place.stages[0]
+        name, _ = _without_expert(place.name)
         found = self._of_all_ranks(name) if stage() in place.stages else None
-        parts = shapes_of(place, self.shape)
-        shape = (self.shape.experts, sum(rows for rows, _ in parts), parts[0][1])
-        owner = place.stages[0]
-        return told_by(owner, found, shape, dtype=self.dtype, device=self.device)
+        shape = (count, sum(rows for rows, _ in parts), parts[0][1])
+        whole = told_by(owner, found, shape, dtype=self.dtype, device=self.device)
+        tensors = whole.view(count * len(parts), *parts[0]).unbind()  # one call: it is 384 tensors
+        yield from zip((name for place in run for name in place.hf), tensors, strict=True)
 
     def _of_all_ranks(self, name: str) -> Tensor:
         group = parallel_state.get_expert_model_parallel_group()
@@ -194,6 +188,11 @@ class MegatronWeights:
         parts = [torch.empty_like(part) for _ in range(group.size())]
         dist.all_gather(parts, part.contiguous(), group=group)
         return parts
+
+
+def _run_of(place: Place) -> tuple[object, ...]:
+    """Return what the places of one parameter of a layer's experts have in common."""
+    return (place.stages, _without_expert(place.name)[0]) if place.rule.is_expert else (place.hf,)
 
 
 def _without_expert(name: str) -> tuple[str, int]:

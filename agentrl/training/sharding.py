@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from agentrl.training.policy import Policy
 
@@ -31,9 +32,24 @@ def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
     fully_shard(policy, mesh=mesh, mp_policy=precision)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a sharded tensor on each rank; every rank must ask."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def whole(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return all of a sharded tensor on each rank, in `dtype`; every rank must ask.
+
+    Parts are cast before they are gathered, and equal ones gathered without DTensor's way, which
+    costs the host a third of a millisecond each.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.to(dtype or tensor.dtype)
+    mesh, (placement,) = tensor.device_mesh, tensor.placements
+    if placement != Shard(0) or len(tensor) % mesh.size():
+        return cast(DTensor, tensor.to(dtype or tensor.dtype)).full_tensor()
+    part = tensor.to_local().to(dtype or tensor.dtype)
+    if mesh.size() == 1:
+        return part
+    found = part.new_empty(tensor.shape)
+    dist.all_gather_into_tensor(found, part.contiguous(), group=mesh.get_group())
+    return found
 
 
 def like(full: Tensor | None, model: Tensor) -> Tensor:

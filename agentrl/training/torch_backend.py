@@ -210,7 +210,7 @@ class TorchBackend:
         In another `dtype` it is before it is gathered, so that no more than that is moved.
         """
         for name, parameter in self.policy.named_parameters():
-            yield plain_name(name), whole(parameter.detach().to(dtype or parameter.dtype))
+            yield plain_name(name), whole(parameter, dtype)
 
     def _gathered_optimizer(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.policy.named_parameters():
