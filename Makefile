@@ -41,7 +41,7 @@ $(SGLANG): configs/install_sglang_cpu.sh configs/sglang_cpu_requirements.txt con
 sglang: $(SGLANG)
 
 test-sglang: $(DEV) $(SGLANG)
-	$(BIN)/python -m pytest -m sglang tests/real/test_sglang_cpu.py
+	$(BIN)/python -m pytest -m sglang tests/real
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

@@ -158,7 +158,8 @@ class MegatronWeights:
         shape = (count, sum(rows for rows, _ in parts), parts[0][1])
         whole = told_by(owner, found, shape, dtype=self.dtype, device=self.device)
         tensors = whole.view(count * len(parts), *parts[0]).unbind()  # one call: it is 384 tensors
-        yield from zip((name for place in run for name in place.hf), tensors, strict=True)
+        names = (hf for one in run for hf in one.hf)
+        yield from zip(names, tensors, strict=True)
 
     def _of_all_ranks(self, name: str) -> Tensor:
         group = parallel_state.get_expert_model_parallel_group()
