@@ -37,7 +37,8 @@ from agentrl.events import NoEvents
 from agentrl.weights.push import tell_members
 from agentrl.weights.pusher import Pusher
 from agentrl.weights.version import Announced, publish_version
-from benchmarks.engine_recovery import Round, engine_config, header, one_of
+from benchmarks.engine_flow import Round
+from benchmarks.engine_recovery import engine_config, header, one_of
 
 BUCKET_BYTES = 512 << 20
 PUSH_S = 60.0
