@@ -103,7 +103,7 @@ def lines(caps: Sequence[Cap], number: int) -> list[str]:
     made = [f"{'at once':>9}  {'cap':<{width}}  past it"]
     told = 0
     for cap in caps:
-        share = f"{cap.per:,.3g} of {_count(cap.allowed)} {cap.unit} each"
+        share = f"{_share(cap.per)} of {_count(cap.allowed)} {cap.unit} each"
         made.append(
             f"{_count(cap.at_once):>9}  {cap.name:<{width}}  {cap.past:<8}  {share}: {cap.source}"
         )
@@ -111,6 +111,10 @@ def lines(caps: Sequence[Cap], number: int) -> list[str]:
             made.append(f"{'':>9}  {'':<{width}}  {'':<8}  fix: {cap.fix}")
         told += cap.at_once >= number
     return made
+
+
+def _share(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{round(number):,}"
 
 
 def _count(number: float) -> str:

@@ -141,6 +141,14 @@ def test_memory_counts_what_a_sandbox_of_its_kind_can_really_take(
     assert at_once(made, "memory, if all fill theirs", host) == 6
 
 
+def test_plan_writes_large_numbers_out() -> None:
+    made = config()
+    made.sandbox.total_memory_mb, made.sandbox.disk_mb = 2500, 60
+    told = "\n".join(plan.lines(find_caps(made, host=HOST), 128))
+    assert "e+" not in told
+    assert "2,620 of 1,048,576 MiB each" in told
+
+
 def test_without_a_bound_on_the_whole_every_process_may_fill_its_own() -> None:
     made = config()
     made.sandbox.total_memory_mb, made.sandbox.memory_mb, made.sandbox.processes = 0, 100, 5
