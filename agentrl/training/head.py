@@ -193,8 +193,8 @@ def _gradients(
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     hidden_grad = torch.zeros(hidden.shape, dtype=_wide(hidden), device=hidden.device)
     weight_grad = torch.empty_like(weight) if needs_weight else None
-    grads = {"hidden_grad": hidden_grad if needs_hidden else None, "weight_grad": weight_grad}
-    _fill(ctx, hidden, weight, known, **grads)
+    wanted = hidden_grad if needs_hidden else None
+    _fill(ctx, hidden, weight, known, hidden_grad=wanted, weight_grad=weight_grad)
     if needs_hidden and ctx.shard:
         dist.all_reduce(hidden_grad, group=ctx.shard.group)
     return hidden_grad.to(hidden.dtype) if needs_hidden else None, weight_grad
@@ -238,9 +238,10 @@ def _tiles_again(ctx: Any, hidden: Tensor, weight: Tensor) -> Iterator[tuple[sli
     """
     count = len(hidden)
     taken, at_once = ctx.tile.cut(count)
+    most = taken * min(at_once, len(weight))
     last, ctx.last = ctx.last, None  # written over here: a second backward makes it anew
     left = _factor(hidden) if taken == count else None
-    room = _factor(hidden[:1]).new_empty(taken * at_once) if last is None else last.view(-1)
+    room = _factor(hidden[:1]).new_empty(most) if last is None else last.view(-1)
     for words in reversed(list(_spans(len(weight), at_once))):
         if last is not None:
             yield words, slice(0, count), last

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from aiohttp import web
+from served import served
 
 from agentrl.config import EngineConfig
 from agentrl.engine.base import Generation, Sampling, VersionSpan
@@ -50,23 +50,10 @@ class Script:
         step = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
         return step(self.asked[-1])
 
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.router.add_post("/generate", self.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)  # some handlers never answer
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
-
 
 def ask(script: Script, ids: list[int], *more_urls: str, **changes: Any) -> Generation:
     async def go() -> Generation:
-        async with script.serve() as url:
+        async with served(script.handle) as url:
             config = EngineConfig(**{**vars(CONFIG), **changes})
             async with EngineClient(lambda: [*more_urls, url], config) as client:
                 return await client.generate(ids, SAMPLING, trajectory="1/0/0")
@@ -166,7 +153,7 @@ def test_a_call_outlasts_a_restart_that_takes_longer_than_a_start() -> None:
     async def go() -> Generation:
         loop = asyncio.get_running_loop()
         back = loop.time() + 1.5 * CONFIG.start_timeout_s
-        async with Script(reply([1])).serve() as url:
+        async with served(Script(reply([1])).handle) as url:
             listed = lambda: [url] if loop.time() > back else []  # noqa: E731
             async with EngineClient(listed, CONFIG) as client:
                 return await client.generate([5], SAMPLING, trajectory="t")
@@ -212,7 +199,7 @@ def test_the_prefix_cache_is_asked_for_under_the_name_of_the_weights() -> None:
 
     async def go() -> None:
         async with (
-            script.serve() as url,
+            served(script.handle) as url,
             EngineClient(lambda: [url], CONFIG, weights=lambda: next(names)) as client,
         ):
             await client.generate([5], SAMPLING, trajectory="t")
@@ -236,7 +223,7 @@ def test_more_than_a_hundred_requests_run_at_once() -> None:
                 await everyone.wait()
                 return reply([1])({})
 
-        async with Gate().serve() as url, EngineClient(lambda: [url], CONFIG) as client:
+        async with served(Gate().handle) as url, EngineClient(lambda: [url], CONFIG) as client:
             await asyncio.gather(
                 *(client.generate([1], SAMPLING, trajectory=str(one)) for one in range(150))
             )

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import served
 
 from agentrl.agent.tokens import TokenBuffer
 from agentrl.config import EngineConfig, RunConfig
@@ -57,19 +57,6 @@ class Mixture:
             meta["routed_experts"] = base64.b64encode(told).decode()
         return web.json_response({"text": "", "output_ids": sampled, "meta_info": meta})
 
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        app = web.Application()
-        app.router.add_post("/generate", self.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
-
 
 def play(
     server: Mixture, turns: Sequence[int], experts: ModelExperts | None = MODEL
@@ -79,7 +66,7 @@ def play(
     async def go() -> TokenBuffer:
         buffer = TokenBuffer([5, 6, 7])
         async with (
-            server.serve() as url,
+            served(server.handle) as url,
             EngineClient(lambda: [url], CONFIG, experts=experts) as client,
         ):
             for context in turns:

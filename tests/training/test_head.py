@@ -71,6 +71,16 @@ def test_a_second_backward_gives_the_same_gradients():
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("whole_rows", [7, 1])
+def test_a_backward_takes_no_more_room_than_there_are_words(whole_rows):
+    hidden, weight, targets = draw()
+    tile = Tile(whole_rows=whole_rows, rows=3)
+    logprobs, _ = chosen_logprobs(hidden, weight, targets, tile=tile)
+    torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)
+    again = _largest_allocation(lambda: torch.autograd.grad(logprobs.sum(), hidden))
+    assert again <= 8 * 7 * 23
+
+
 def test_float32_is_within_1e_5_of_float64_at_a_real_vocabulary():
     hidden, weight, targets = draw(6, 151_936, 16, torch.float32)
     ours = chosen_logprobs(hidden, weight, targets, tile=Tile(whole_rows=4, rows=4, logits=2**14))
