@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from agentrl.hf_shape import read_shape
 from agentrl.training import ranks
 from agentrl.training.hf_map import Layout
-from agentrl.training.hf_shape import read_shape
 from benchmarks.logprob_loss import command, median_ms, versions
 from benchmarks.moe_step import SHAPE, described, settings
 

@@ -33,9 +33,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.config import RunConfig
+from agentrl.hf_shape import read_shape
 from agentrl.training import ranks
 from agentrl.training.flops import matrix_rate, step_flops
-from agentrl.training.hf_shape import read_shape
 from agentrl.training.packing import MicroBatch, Sample, pack, padding_share, stack
 from agentrl.training.step_loss import Sums, batch_loss
 from benchmarks.logprob_loss import GIB, command, row_chunks, versions

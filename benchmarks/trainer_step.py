@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from agentrl.config import RunConfig
+from agentrl.hf_shape import read_shape
 from agentrl.training import ranks
 from agentrl.training.flops import matrix_rate, step_flops
-from agentrl.training.hf_shape import read_shape
 from agentrl.training.packing import MicroBatch, Sample, pack, padding_share
 from agentrl.training.torch_backend import TorchBackend
 from benchmarks.logprob_loss import GIB, command, versions

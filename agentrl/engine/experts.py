@@ -11,25 +11,19 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.errors import ConfigError
-from agentrl.handoff.socket_wire import MAX_BYTES
-from agentrl.training.hf_shape import read_shape
-
-if TYPE_CHECKING:
-    from agentrl.config import RunConfig
+from agentrl.hf_shape import read_shape
 
 Experts = NDArray[np.unsignedinteger[Any]]
 """[positions, layers, experts a token]: the narrowest type that holds a model's numbers."""
 NO_EXPERTS: Experts = np.empty((0, 0, 0), np.uint8)
 MOST = 1 << 15
 """Experts of a layer that the trainer's 16-bit numbers tell apart."""
-LARGEST = {"files": (1 << 31) - 1, "socket": MAX_BYTES}
-"""Bytes of a group's experts: Parquet counts a page's in 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,26 +75,6 @@ class ModelExperts:
         if experts.shape != (tokens, self.layers, self.per_token):
             return False
         return not tokens or int(experts.max()) < self.count
-
-
-def replayed_experts(config: RunConfig) -> ModelExperts | None:
-    """Return the experts of a run's model, where it replays routing.
-
-    Raises ConfigError for a model without any, and where a group could not be handed on with them.
-    """
-    if not config.engine.sglang.routed_experts:
-        return None
-    found = read_experts(Path(config.model.path))
-    attempts, tokens = config.rollout.attempts_per_task, config.agent.tokens_per_trajectory
-    size, most = attempts * tokens * found.token_bytes, LARGEST[config.handoff]
-    if size > most:
-        raise ConfigError(
-            f"engine.sglang.routed_experts=true: {found.token_bytes} bytes a token make a group of "
-            f"rollout.attempts_per_task={attempts} times agent.tokens_per_trajectory={tokens} "
-            f"{size} bytes, and handoff={config.handoff} takes {most}; lower one of both, or set "
-            "false"
-        )
-    return found
 
 
 def read_experts(folder: Path) -> ModelExperts:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from agentrl import config as configs
 from agentrl.config import RunConfig
-from agentrl.engine.experts import replayed_experts
 from agentrl.errors import WaitTimeout
 from agentrl.events import EventWriter, Writer
+from agentrl.handoff.replayed import replayed_experts
 from agentrl.handoff.spool import list_spool
 from agentrl.rollout.attempt import Workshop
 from agentrl.rollout.draws import may_start, shard, task_of

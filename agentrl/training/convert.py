@@ -23,8 +23,8 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.handoff.publish import fsync_folder, publish_json
+from agentrl.hf_shape import ModelShape, read_shape
 from agentrl.training.hf_map import Layout, Place, fuse, join, places, split, unfuse
-from agentrl.training.hf_shape import ModelShape, read_shape
 from agentrl.training.model_folder import copy_side_files
 
 LAYOUT = "layout.json"

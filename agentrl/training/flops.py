@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from agentrl.errors import ConfigError
-from agentrl.training.hf_shape import ModelShape, read_shape
+from agentrl.hf_shape import ModelShape, read_shape
 from agentrl.training.packing import Sample
 
 

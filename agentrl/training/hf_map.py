@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.training.hf_shape import ModelShape
+from agentrl.hf_shape import ModelShape
 
 Cut = Literal["copy", "rows", "columns", "qkv", "gated", "vocabulary"]
 """How tensor parallelism cuts a tensor; `copy` is not cut."""

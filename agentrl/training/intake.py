@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from agentrl.config import RunConfig
-from agentrl.engine.experts import ModelExperts, replayed_experts
+from agentrl.engine.experts import ModelExperts
 from agentrl.errors import Interrupted, RecordError, WaitTimeout
 from agentrl.events import Drop, Writer
+from agentrl.handoff.replayed import replayed_experts
 from agentrl.handoff.socket_receiver import SocketReceiver
 from agentrl.handoff.spool import delete, list_files, read_group
 from agentrl.handoff.trajectory import Group, Trajectory

@@ -19,7 +19,6 @@ from torch import Tensor
 import agentrl.config
 from agentrl.config import RunConfig
 from agentrl.engine import quarantine
-from agentrl.engine.experts import replayed_experts
 from agentrl.errors import DivergedError, Interrupted, NoSignalError, WaitTimeout
 from agentrl.events import Step, VersionEvent, Writer, now
 from agentrl.training import checkpoint, ranks, rng
@@ -59,12 +58,12 @@ def train(
     Returns 0 when the run is done, 75 when `stop` asked for the end and everything is saved.
     Raises WaitTimeout, NoSignalError, DivergedError, PublishError, CheckpointError.
     """
-    replayed_experts(config)  # refuses a model without any before ranks are started
+    intake = Intake(config=config, consumed={}, events=events)  # refuses before ranks are started
     with contextlib.ExitStack() as open_ones:
         if backend is None:
             world = open_ones.enter_context(ranks.started(config))
             backend = open_backend(config, world)
-        trainer = _start(config, attempt, events, backend)
+        trainer = _start(intake, attempt, backend)
         device = ranks.pick_device(config)
         trainer.meter = open_meter(Path(config.model.path), device, config.training.ranks)
         if config.weights == "collective":
@@ -88,10 +87,10 @@ def _run(trainer: _Trainer, stop: Callable[[], bool]) -> int:
         raise
 
 
-def _start(config: RunConfig, attempt: int, events: Writer, backend: Backend) -> _Trainer:
+def _start(intake: Intake, attempt: int, backend: Backend) -> _Trainer:
+    config, events = intake.config, intake.events
     rng.seed_all(config.seed)
     found = checkpoint.load_latest(config.run_dir / "checkpoints", events)
-    intake = Intake(config=config, consumed={}, events=events)
     trainer = _Trainer(
         config=config, attempt=attempt, events=events, backend=backend, intake=intake
     )
@@ -141,8 +140,6 @@ class _Trainer:
     announced: Announced | None = None
     pusher: Pusher | None = None
     """None: engines load versions from disk, as they all do when they start."""
-    push: Push | None = None
-    """Of the version announced last, when engines were there to take it."""
     meter: Meter | None = None
     writer: ShareWriter = field(default_factory=ShareWriter)
     empty_batches: int = 0
@@ -240,8 +237,15 @@ class _Trainer:
     def publish(self) -> None:
         """Write and announce the version that stands; then push it to the engines that wait."""
         started = now()
-        self.push = None
+        push: Push | None = None
         is_done = self.step >= self.config.training.steps  # nobody is there to take a push then
+
+        def offer(tensors: dict[str, Tensor]) -> str:
+            """Tell the engines that are there what a push will bring; return the transport."""
+            nonlocal push
+            push = self.pusher.announce(self.step, tensors) if self.pusher else None
+            return "collective" if push else "disk"
+
         with quiet(self.weights):
             self.announced = publish_version(
                 self.weights,
@@ -253,7 +257,7 @@ class _Trainer:
                 model_folder=Path(self.config.model.path),
                 consumed=self.intake.ranges(),
                 done=is_done,
-                transport="disk" if is_done else self.offer,
+                transport="disk" if is_done else offer,
             )
         prune(self.weights, self.config.training.keep_versions)
         size = sum(self.announced.sizes.values())
@@ -261,14 +265,8 @@ class _Trainer:
             version=self.step, phase="published", size=size, start=started, end=now()
         )
         self.events.write(event)
-        if self.push is not None:
-            self.send(self.push, size)
-
-    def offer(self, tensors: dict[str, Tensor]) -> str:
-        """Tell the engines that are there what a push will bring; return the transport."""
-        if self.pusher is not None:
-            self.push = self.pusher.announce(self.step, tensors)
-        return "disk" if self.push is None else "collective"
+        if push is not None:
+            self.send(push, size)
 
     def send(self, push: Push, size: int) -> None:
         """Push what was announced, gathered anew; what fails, engines load from disk."""

@@ -16,6 +16,7 @@ from megatron.core import parallel_state  # type: ignore[import-not-found, unuse
 from torch import Tensor, nn
 
 from agentrl.errors import CheckpointError
+from agentrl.hf_shape import ModelShape
 from agentrl.training.backend import check_tensor
 from agentrl.training.convert import WeightFiles
 from agentrl.training.hf_map import (
@@ -29,7 +30,6 @@ from agentrl.training.hf_map import (
     split,
     unfuse,
 )
-from agentrl.training.hf_shape import ModelShape
 from agentrl.training.megatron_stages import stage, told_by
 from agentrl.training.megatron_state import WEIGHT, OptimizerShards
 

@@ -20,8 +20,9 @@ from agentrl.agent.tokens import TokenBuffer
 from agentrl.config import EngineConfig, RunConfig
 from agentrl.engine.base import Generation, Sampling
 from agentrl.engine.client import EngineClient
-from agentrl.engine.experts import ModelExperts, read_experts, replayed_experts
+from agentrl.engine.experts import ModelExperts, read_experts
 from agentrl.errors import ConfigError, EngineLost
+from agentrl.handoff.replayed import replayed_experts
 
 MODEL = ModelExperts(layers=3, count=300, per_token=2)
 CONFIG = EngineConfig(retries=3, start_timeout_s=0.2, context_length=1000)

@@ -21,9 +21,9 @@ from agentrl.agent.tokens import TokenBuffer
 from agentrl.config import RunConfig, load
 from agentrl.engine.base import Generation, Sampling
 from agentrl.engine.client import EngineClient
-from agentrl.engine.experts import replayed_experts
 from agentrl.engine.loaded import read_tensors
 from agentrl.engine.supervisor import EngineSupervisor
+from agentrl.handoff.replayed import replayed_experts
 from agentrl.training.packing import Sample, join
 from agentrl.training.torch_backend import TorchBackend
 from agentrl.weights.version import publish_version

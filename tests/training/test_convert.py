@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from agentrl.errors import ConfigError
+from agentrl.hf_shape import FAMILIES, read_shape
 from agentrl.training import convert, hf_map
 from agentrl.training.hf_map import Layout
-from agentrl.training.hf_shape import FAMILIES, read_shape
 
 SIZES = {
     "hidden_size": 16,
