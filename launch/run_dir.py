@@ -6,6 +6,7 @@ question of every batch script has no need of it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
@@ -59,10 +60,10 @@ class RunDir:
         return self.path / STOP
 
     def config(self) -> RunConfig:
-        """Read what the run uses; its name and folder are where it now is."""
+        """Read what the run uses, the caller's own copy; name and folder are where it now is."""
         path = self.path / "config.yaml"
         stat = path.stat()
-        found = _loaded(path, (stat.st_ino, stat.st_mtime_ns))
+        found = copy.deepcopy(_loaded(path, (stat.st_ino, stat.st_mtime_ns)))
         return dataclasses.replace(found, runs_dir=str(self.path.parent), name=self.path.name)
 
     def attempt(self, number: int) -> Path:
