@@ -219,6 +219,7 @@ AnyEvent = (
     | Network
     | Drop
 )
+GONE = "file that went between listing and reading"
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(AnyEvent)
 E_ = TypeVar("E_", bound=Event)
@@ -296,9 +297,21 @@ def read(path: Path, rejected: Counter[str] | None = None) -> Iterator[AnyEvent]
 
 
 def read_folder(folder: Path, rejected: Counter[str] | None = None) -> list[AnyEvent]:
-    """Return the events of every file in `folder`, ordered by their end."""
-    found = [event for path in sorted(folder.glob("*.jsonl")) for event in read(path, rejected)]
+    """Return the events of every file in `folder`, ordered by their end.
+
+    A file that goes between listing and reading is counted in `rejected`.
+    """
+    paths = sorted(folder.glob("*.jsonl"))
+    found = [event for path in paths for event in _read_listed(path, rejected)]
     return sorted(found, key=lambda event: event.end or event.start)
+
+
+def _read_listed(path: Path, rejected: Counter[str] | None) -> Iterator[AnyEvent]:
+    try:
+        yield from read(path, rejected)
+    except FileNotFoundError:
+        if rejected is not None:
+            rejected[GONE] += 1
 
 
 def now() -> float:

@@ -56,7 +56,10 @@ class LiveRun:
         shares = []
         for file in now:
             path, start = self._folder / "events" / file.name, self._ends.get(file.name, 0)
-            end = _last_line_end(path, start, file.size)
+            try:
+                end = _last_line_end(path, start, file.size)
+            except FileNotFoundError:
+                continue  # it went after it was listed: nothing new is in it
             if end > start:
                 number = numbers[file.name]
                 shares.append(Share(file=number, path=str(path), start=start, end=end))

@@ -69,9 +69,12 @@ class Reading:
         """Read some shares."""
         for share in shares:
             found: list[Event] = []
-            for block in blocks(Path(share.path), share.start, share.end):
-                self._sample(bytes(block[:SAMPLED]))
-                found += self._decode(block)
+            try:
+                for block in blocks(Path(share.path), share.start, share.end):
+                    self._sample(bytes(block[:SAMPLED]))
+                    found += self._decode(block)
+            except FileNotFoundError:
+                self.rejected[events.GONE] += 1
             self.put(found, share.file)
 
     def put(self, found: Iterable[Event], file: int) -> None:

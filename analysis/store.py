@@ -106,7 +106,10 @@ def event_files(folder: Path) -> list[EventFile]:
     found = []
     for path in sorted(filter(is_readable, folder.glob("*.jsonl"))):
         role, node = writer_of(path.name)
-        stat = path.stat()
+        try:
+            stat = path.stat()
+        except FileNotFoundError:
+            continue  # it went after it was listed: as if it had gone before
         found.append(
             EventFile(
                 name=path.name, size=stat.st_size, changed_ns=stat.st_mtime_ns, role=role, node=node

@@ -37,9 +37,12 @@ class EventTail:
         """
         found: list[events.AnyEvent] = []
         for path in sorted(self._folder.glob("*.jsonl")):
-            with path.open("rb") as file:
-                file.seek(self._offsets.get(path, 0))
-                data = file.read()
+            try:
+                with path.open("rb") as file:
+                    file.seek(self._offsets.get(path, 0))
+                    data = file.read()
+            except FileNotFoundError:
+                continue  # it went after it was listed: nothing new is in it
             whole = data.rfind(b"\n") + 1
             self._offsets[path] = self._offsets.get(path, 0) + whole
             new = [event for line in data[:whole].splitlines() if (event := _decode(line))]

@@ -94,6 +94,14 @@ def test_a_folder_is_read_in_the_order_of_ends(odd_path: Path) -> None:
     assert [event.end for event in events.read_folder(odd_path)] == [1, 2, 3]
 
 
+def test_a_file_that_goes_between_listing_and_reading_is_counted(tmp_path: Path) -> None:
+    write(tmp_path, drop(1), role="trainer")
+    (tmp_path / "inference-a-1.jsonl").symlink_to(tmp_path / "gone")
+    rejected: Counter[str] = Counter()
+    assert len(events.read_folder(tmp_path, rejected)) == 1
+    assert rejected == {events.GONE: 1}
+
+
 def test_a_folder_that_is_not_there_holds_no_events(tmp_path: Path) -> None:
     assert events.read_folder(tmp_path / "nowhere") == []
 

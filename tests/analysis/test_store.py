@@ -122,6 +122,15 @@ def test_what_is_no_file_among_the_event_files_is_named(tmp_path: Path, what: st
     assert fresh.key([tmp_path], ()) == fresh.key([tmp_path], ())
 
 
+def test_a_file_that_goes_between_listing_and_reading_is_counted_and_said(tmp_path: Path) -> None:
+    write(tmp_path, "inference-a", grade("1/0/0", 9))
+    gone = write(tmp_path, "trainer-b", grade("1/0/1", 9))
+    files = event_files(gone.parent)
+    gone.unlink()
+    found = open_store(gone.parent, files, None)
+    assert (len(found), found.index.found.rejected) == (1, {events.GONE: 1})
+
+
 def test_a_file_that_grows_while_it_is_read_gives_what_was_whole_when_it_was_listed(
     tmp_path: Path,
 ) -> None:
@@ -213,9 +222,10 @@ def test_several_processes_read_what_one_does(tmp_path: Path) -> None:
 
 
 def test_a_reader_that_dies_is_an_error_in_its_words(tmp_path: Path) -> None:
-    gone = Share(file=0, path=str(tmp_path / "gone.jsonl"), start=0, end=1)
-    with pytest.raises((RecordError, FileNotFoundError), match="gone"):
-        parallel.read_all([gone], alone=0)
+    (tmp_path / "odd.jsonl").mkdir()
+    odd = Share(file=0, path=str(tmp_path / "odd.jsonl"), start=0, end=1)
+    with pytest.raises((RecordError, IsADirectoryError), match="odd"):
+        parallel.read_all([odd], alone=0)
 
 
 def test_a_line_longer_than_a_block_is_whole(tmp_path: Path) -> None:

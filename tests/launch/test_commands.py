@@ -158,6 +158,12 @@ def test_a_run_of_the_same_name_with_another_config_is_refused(odd_path: Path) -
     assert provenance["versions"]["torch"]
 
 
+def test_what_a_caller_does_to_a_runs_config_is_seen_by_no_other(tmp_path: Path) -> None:
+    run = create(RunConfig(name="r", runs_dir=str(tmp_path)), ["train"])
+    run.config().training.steps = 7
+    assert run.config().training.steps == RunConfig().training.steps
+
+
 def test_training_starts_from_the_model_that_was_tuned_from_its_own(tmp_path: Path) -> None:
     config = settled(small(tmp_path))
     tuned = tmp_path / "r" / "sft" / "model"
@@ -218,6 +224,11 @@ def test_a_tail_reads_each_whole_line_once(tmp_path: Path) -> None:
     standing.add(tail.read())
     assert (standing.trajectories, standing.drops) == (2, {"group: stale": 2})
     assert standing.trajectories_per_hour(at=136.0) == pytest.approx(200)
+
+
+def test_a_tail_goes_on_where_a_file_went_after_it_was_listed(tmp_path: Path) -> None:
+    (tmp_path / "trainer-a-1.jsonl").symlink_to(tmp_path / "gone")
+    assert EventTail(tmp_path).read() == []
 
 
 def test_the_newest_step_counts_whatever_the_pids_of_the_trainers_were(tmp_path: Path) -> None:
