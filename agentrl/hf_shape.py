@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agentrl.errors import ConfigError
@@ -39,37 +41,75 @@ class ModelShape:
                 f"num_attention_heads={self.heads}, num_key_value_heads={self.kv_heads}: the first "
                 "must be a multiple of the second"
             )
+        if self.experts_per_token > self.experts:
+            raise ConfigError(
+                f"num_experts_per_tok={self.experts_per_token}, num_experts={self.experts}: no "
+                "more a token than there are"
+            )
 
 
-def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that a config.json tells. Raises ConfigError for what the map lacks."""
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return the config.json of a model folder. Raises ConfigError."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: not readable ({error}); give the folder of a Hugging Face model"
+        ) from error
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path}: holds a {type(found).__name__}, must be an object; give the folder of a "
+            "Hugging Face model"
+        )
+    return found
+
+
+def why_unmapped(config: Mapping[str, Any]) -> str:
+    """Return why the map of tensors does not hold a model; '' when it does."""
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise ConfigError(
+        return (
             f"model_type={family!r}: no map between Hugging Face and Megatron; "
             f"known are {', '.join(FAMILIES)}"
         )
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
-            raise ConfigError(f"{key}=true: the map has no biases; use a model without them")
+            return f"{key}=true: the map has no biases; use a model without them"
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise ConfigError(
+        return (
             f"mlp_only_layers={config.get('mlp_only_layers')}, decoder_sparse_step="
             f"{config.get('decoder_sparse_step')}: every layer must have experts, or none"
         )
-    experts = config.get("num_local_experts", config.get("num_experts", 0))
-    is_moe = family == "qwen3_moe"
-    heads = config["num_attention_heads"]
+    return ""
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Return the shape that a config.json tells. Raises ConfigError for what the map lacks."""
+    if why := why_unmapped(config):
+        raise ConfigError(why)
+    is_moe = config["model_type"] == "qwen3_moe"
+    heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
+    experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
     return ModelShape(
-        family=family,
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
+        family=config["model_type"],
+        layers=_size(config, "num_hidden_layers"),
+        hidden=hidden,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        inner=config["moe_intermediate_size" if is_moe else "intermediate_size"],
-        vocabulary=config["vocab_size"],
-        experts=experts if is_moe else 0,
-        experts_per_token=config.get("num_experts_per_tok", 0) if is_moe else 0,
+        kv_heads=_size(config, "num_key_value_heads", heads),
+        head_dim=_size(config, "head_dim", hidden // heads),
+        inner=_size(config, "moe_intermediate_size" if is_moe else "intermediate_size"),
+        vocabulary=_size(config, "vocab_size"),
+        experts=_size(config, experts) if is_moe else 0,
+        experts_per_token=_size(config, "num_experts_per_tok") if is_moe else 0,
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )
+
+
+def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    value = default if value is None else value
+    if type(value) is not int or value < 1:
+        told = "is missing" if value is None else f"is {value!r}"
+        raise ConfigError(f"{key} {told} in config.json: must be a whole number of 1 or more")
+    return value

@@ -8,7 +8,6 @@ srt/managers/scheduler_components/batch_result_processor.py.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from agentrl.errors import ConfigError
-from agentrl.hf_shape import read_shape
+from agentrl.hf_shape import read_config, read_shape
 
 Experts = NDArray[np.unsignedinteger[Any]]
 """[positions, layers, experts a token]: the narrowest type that holds a model's numbers."""
@@ -80,13 +79,12 @@ class ModelExperts:
 def read_experts(folder: Path) -> ModelExperts:
     """Return the experts of the model in `folder`. Raises ConfigError for one that has none."""
     try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
+        shape = read_shape(read_config(folder))
+    except ConfigError as error:
         raise ConfigError(
-            f"{folder}/config.json: {error}; engine.sglang.routed_experts=true asks it for the "
-            "model's experts: give the folder of a Hugging Face model, or set false"
+            f"engine.sglang.routed_experts=true asks for the model's experts, and {error}; or set "
+            "false"
         ) from error
-    shape = read_shape(config)
     if not shape.experts:
         raise ConfigError(
             f"engine.sglang.routed_experts=true: {folder} is a {shape.family} without experts; "

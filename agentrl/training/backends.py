@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
+from agentrl.hf_shape import read_config, read_shape
 from agentrl.training.backend import Backend
 from agentrl.training.hf_map import Layout
 from agentrl.training.led import Led
 from agentrl.training.led import follow as follow_together
 from agentrl.training.ranks import World
 from agentrl.training.torch_backend import TorchBackend
+from agentrl.training.weight_files import WeightFiles, check_weights
 
 if TYPE_CHECKING:
     from agentrl.training.megatron_backend import MegatronBackend
@@ -49,7 +51,11 @@ def open_megatron(config: RunConfig) -> MegatronBackend:
         pp=training.pipeline_parallel,
         spec=training.megatron_layers,  # type: ignore[arg-type]  # checked by check_training
     )
-    return MegatronBackend(Path(config.model.path), config, layout)
+    folder = Path(config.model.path)
+    shape = read_shape(read_config(folder))
+    layout.check(shape)
+    check_weights(WeightFiles(folder), shape)
+    return MegatronBackend(folder, config, layout)
 
 
 def require_megatron() -> None:

@@ -25,9 +25,9 @@ from agentrl.handoff.publish import fsync_folder, publish_json
 from agentrl.rollout.draws import DrawSet
 from agentrl.training import rng
 from agentrl.training.backend import BackendState, Part
-from agentrl.training.convert import INDEX
 from agentrl.training.model_folder import copy_side_files
 from agentrl.training.shares import await_shares, digests, entry, read_tensors, write_share
+from agentrl.training.weight_files import INDEX
 
 MANIFEST = "manifest.json"
 TRAINED = "trained"

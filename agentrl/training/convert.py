@@ -11,64 +11,23 @@ import json
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.handoff.publish import fsync_folder, publish_json
-from agentrl.hf_shape import ModelShape, read_shape
+from agentrl.hf_shape import ModelShape, read_config, read_shape
 from agentrl.training.hf_map import Layout, Place, fuse, join, places, split, unfuse
 from agentrl.training.model_folder import copy_side_files
+from agentrl.training.weight_files import INDEX, WeightFiles, check_weights
 
 LAYOUT = "layout.json"
-INDEX = "model.safetensors.index.json"
 BUCKET_MB = 512
-
-
-class WeightFiles:
-    """The tensors of a folder's safetensors files, read one at a time."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            try:
-                self._open[path] = safe_open(path, framework="pt")
-            except SafetensorError as error:
-                raise ConfigError(f"{path}: not a safetensors file ({error})") from error
-            for name in self._open[path].keys():  # noqa: SIM118  # not a mapping
-                self._files[name] = path
-        if not self._files:
-            raise ConfigError(f"{folder}: no *.safetensors there; give a folder with weights")
-        self.unread = set(self._files)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def get(self, name: str) -> Tensor:
-        """Return one tensor. A fused expert tensor answers for each of its experts' names."""
-        if name in self._files:
-            self.unread.discard(name)
-            tensor: Tensor = self._open[self._files[name]].get_tensor(name)
-            return tensor
-        stem, _, rest = name.partition(".mlp.experts.")
-        expert, _, part = rest.partition(".")
-        fused = f"{stem}.mlp.experts.{'down_proj' if 'down' in part else 'gate_up_proj'}"
-        if not rest or fused not in self._files:
-            raise ConfigError(f"{self.folder}: no tensor {name}, which config.json asks for")
-        self.unread.discard(fused)
-        whole = self._open[self._files[fused]].get_slice(fused)[int(expert)]
-        if "down" in part:
-            return torch.as_tensor(whole)
-        return torch.as_tensor(whole.chunk(2)["up" in part])
 
 
 class Buckets:
@@ -105,9 +64,9 @@ def to_megatron(source: Path, out: Path, layout: Layout, *, bucket_mb: int = BUC
 
     Raises ConfigError: config and weights disagree, a tensor is left over, or `layout` can't be.
     """
-    shape = read_shape(_config(source))
+    shape, files = read_shape(read_config(source)), WeightFiles(source)
     layout.check(shape)
-    files = WeightFiles(source)
+    check_weights(files, shape)
     with _Building(out) as building:
         parts: dict[str, Buckets] = {}
         count = 0
@@ -120,8 +79,6 @@ def to_megatron(source: Path, out: Path, layout: Layout, *, bucket_mb: int = BUC
                 count += 1
         for part in parts.values():
             part.flush()
-        if left := sorted(name for name in files.unread if not name.endswith("inv_freq")):
-            raise ConfigError(f"{source}: {', '.join(left[:3])} has no place in {shape.family}")
         copy_side_files(source, building)
         publish_json(building / LAYOUT, asdict(layout))
     return count
@@ -131,7 +88,7 @@ def to_hf(
     source: Path, out: Path, *, bucket_mb: int = BUCKET_MB, fuses_experts: bool = False
 ) -> int:
     """Write the Megatron folder `source` as a Hugging Face one at `out`; return its tensors."""
-    shape, layout = read_shape(_config(source)), read_layout(source)
+    shape, layout = read_shape(read_config(source)), read_layout(source)
     files: dict[str, WeightFiles] = {}
     with _Building(out) as building:
         bucket = Buckets(building / "parts", bucket_mb)
@@ -270,11 +227,3 @@ class _Building:
         fsync_folder(self.temporary)
         os.rename(self.temporary, self.out)
         fsync_folder(self.out.parent)
-
-
-def _config(folder: Path) -> Mapping[str, Any]:
-    try:
-        config: Mapping[str, Any] = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'}: not readable ({error})") from error
-    return config

@@ -6,7 +6,6 @@ padding, is no work. Attention is causal. Source: PaLM, appendix B (arXiv:2204.0
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 
 from agentrl.errors import ConfigError
-from agentrl.hf_shape import ModelShape, read_shape
+from agentrl.hf_shape import ModelShape, read_config, read_shape
 from agentrl.training.packing import Sample
 
 
@@ -39,8 +38,8 @@ class Meter:
 def open_meter(folder: Path, device: torch.device, ranks: int) -> Meter | None:
     """Return the meter of the model in `folder`; None for one whose products we cannot count."""
     try:
-        shape = read_shape(json.loads((folder / "config.json").read_bytes()))
-    except (ConfigError, OSError):
+        shape = read_shape(read_config(folder))
+    except ConfigError:
         return None
     return Meter(shape=shape, rate=matrix_rate(device) * ranks if device.type == "cuda" else 0.0)
 

@@ -229,14 +229,19 @@ def shapes_of(place: Place, shape: ModelShape) -> list[tuple[int, ...]]:
     return [(shape.head_dim if is_head_norm else shape.hidden,)]
 
 
+def check_shape(name: str, found: Sequence[int], wanted: Sequence[int]) -> None:
+    """Raise ConfigError for a tensor of another shape than the config asks for."""
+    if tuple(found) != tuple(wanted):
+        raise ConfigError(
+            f"{name} is {list(found)} in the weights and {list(wanted)} by config.json: "
+            "the two are not of one model"
+        )
+
+
 def fuse(place: Place, tensors: Sequence[Tensor], shape: ModelShape) -> Tensor:
     """Return Megatron's whole tensor. Raises ConfigError naming a tensor of another shape."""
     for name, tensor, wanted in zip(place.hf, tensors, shapes_of(place, shape), strict=True):
-        if tuple(tensor.shape) != wanted:
-            raise ConfigError(
-                f"{name} is {list(tensor.shape)} in the weights and {list(wanted)} by config.json: "
-                "the two are not of one model"
-            )
+        check_shape(name, tensor.shape, wanted)
     if place.rule.cut == "qkv":
         groups = [one.view(shape.kv_heads, -1, shape.hidden) for one in tensors]
         return torch.cat(groups, 1).flatten(0, 1)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from agentrl.errors import CheckpointError
 from agentrl.hf_shape import ModelShape
 from agentrl.training.backend import check_tensor
-from agentrl.training.convert import WeightFiles
 from agentrl.training.hf_map import (
     HEAD,
     Layout,
@@ -32,6 +31,7 @@ from agentrl.training.hf_map import (
 )
 from agentrl.training.megatron_stages import stage, told_by
 from agentrl.training.megatron_state import WEIGHT, OptimizerShards
+from agentrl.training.weight_files import WeightFiles, check_finite
 
 
 class MegatronWeights:
@@ -57,6 +57,7 @@ class MegatronWeights:
             if self._has(place):
                 whole = fuse(place, [files.get(name) for name in place.hf], self.shape)
                 self._view(place).copy_(self._mine_of(split(place, whole, self.layout.tp)))
+        check_finite(self.parameters.items(), folder)
 
     def named(self, kind: str = "") -> Iterator[tuple[str, Tensor]]:
         """Yield the weights, or a kind of the optimizer's state in float32, whole, on every rank.

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
 from agentrl.handoff.publish import fsync_folder
+from agentrl.hf_shape import read_config, read_shape, why_unmapped
+from agentrl.training.weight_files import WEIGHTS_FILE, WeightFiles, check_finite, check_weights
 
-WEIGHTS_FILE = "model.safetensors"
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".index.json")
 
 
@@ -24,27 +25,38 @@ def load_model(
 ) -> nn.Module:
     """Return the causal language model in `folder`.
 
-    Raises ConfigError when none is there, and for weights that are not what config.json asks for:
-    transformers would fill a missing tensor with random numbers, and only warn.
+    Raises ConfigError when none is there, and for weights that are not what config.json asks for,
+    or no numbers: transformers would fill a missing tensor with random ones, and only warn.
     """
     if not (folder / "config.json").is_file():
         raise ConfigError(
             f"model folder {folder}: no config.json there; give a Hugging Face model folder, "
             "or set model.init=qwen3 and let `prepare` make one"
         )
+    config, files = read_config(folder), WeightFiles(folder)
+    if not why_unmapped(config):
+        check_weights(files, read_shape(config))
     from transformers import AutoModelForCausalLM  # seconds of import: only who trains pays
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model, found = AutoModelForCausalLM.from_pretrained(
-        folder,
-        dtype=dtype,
-        attn_implementation=attention,
-        local_files_only=True,
-        ignore_mismatched_sizes=True,
-        output_loading_info=True,
-    )
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, LookupError) as error:
+        raise ConfigError(
+            f"model folder {folder}: transformers cannot load it: {type(error).__name__}: {error}"
+        ) from error
     _check_loaded(folder, found)
+    check_finite(model.named_parameters(), folder)
     return cast(nn.Module, model)
 
 
@@ -52,6 +64,10 @@ def _check_loaded(folder: Path, found: Mapping[str, Any]) -> None:
     if missing := sorted(found["missing_keys"]):
         raise ConfigError(
             f"{folder}: no tensor {', '.join(missing[:3])}, which config.json asks for"
+        )
+    if left := sorted(found["unexpected_keys"]):
+        raise ConfigError(
+            f"{folder}: {', '.join(left[:3])} has no place in the model that config.json tells of"
         )
     for name, stored, wanted in sorted(found["mismatched_keys"]):
         raise ConfigError(

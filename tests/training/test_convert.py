@@ -12,6 +12,7 @@ from agentrl.errors import ConfigError
 from agentrl.hf_shape import FAMILIES, read_shape
 from agentrl.training import convert, hf_map
 from agentrl.training.hf_map import Layout
+from agentrl.training.weight_files import INDEX
 
 SIZES = {
     "hidden_size": 16,
@@ -25,8 +26,9 @@ SIZES = {
 
 
 def make_config(family: str, **more) -> dict:
-    experts = {"num_experts": 4, "moe_intermediate_size": 8} if family == "qwen3_moe" else {}
-    return {"model_type": family, **SIZES, **experts, **more}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    is_moe = family == "qwen3_moe"
+    return {"model_type": family, **SIZES, **(experts if is_moe else {}), **more}
 
 
 def make_tensors(config, dtype=torch.bfloat16) -> dict:
@@ -118,7 +120,7 @@ def test_files_are_of_a_bucket_and_an_index_names_them(tmp_path):
     tensors = make_tensors(config)
     convert.to_megatron(write(tmp_path / "hf", config, tensors), tmp_path / "m", Layout())
     convert.to_hf(tmp_path / "m", tmp_path / "back", bucket_mb=1)
-    index = json.loads((tmp_path / "back" / convert.INDEX).read_text())["weight_map"]
+    index = json.loads((tmp_path / "back" / INDEX).read_text())["weight_map"]
     assert len(set(index.values())) > 1
     assert all(torch.equal(read(tmp_path / "back")[name], tensors[name]) for name in index)
 
