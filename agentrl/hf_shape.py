@@ -65,6 +65,11 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return found
 
 
+def read_vocabulary(folder: Path) -> int:
+    """Return how many words the model in `folder` has, of a family that is mapped or not."""
+    return _size(read_config(folder), "vocab_size")
+
+
 def why_unmapped(config: Mapping[str, Any]) -> str:
     """Return why the map of tensors does not hold a model; '' when it does."""
     family = config.get("model_type")

@@ -15,6 +15,7 @@ from torch import Tensor
 Aggregation = Literal["token", "trajectory"]
 Estimator = Literal["k1", "k2", "k3"]
 
+MOST_NATS = 300.0
 EQUAL_REWARDS = 1e-6
 """Rewards nearer than this are equal: noise over a tiny deviation must not become a signal."""
 
@@ -75,8 +76,11 @@ def importance_weights(old: Tensor, engine: Tensor, *, cap: float) -> Tensor:
 
 
 def raw_ratio(old: Tensor, engine: Tensor) -> Tensor:
-    """Return π_old/μ of each token, unclipped, without gradient."""
-    return torch.exp((old - engine).detach())
+    """Return π_old/μ of each token, unclipped, without gradient; at most e^300.
+
+    In float64 any sum of them, and of their squares, is then a number.
+    """
+    return torch.exp((old - engine).detach().clamp(max=MOST_NATS))
 
 
 def effective_sample_size(ratio_sum: float, ratio_square_sum: float, count: int) -> float:

@@ -13,7 +13,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from agentrl.config import RunConfig
 from agentrl.engine.experts import ModelExperts
@@ -23,6 +25,7 @@ from agentrl.handoff.replayed import replayed_experts
 from agentrl.handoff.socket_receiver import SocketReceiver
 from agentrl.handoff.spool import delete, list_files, read_group
 from agentrl.handoff.trajectory import Group, Trajectory
+from agentrl.hf_shape import read_vocabulary
 from agentrl.rollout.draws import DrawSet
 from agentrl.training.checkpoint import FILTERED, TRAINED
 from agentrl.training.engine_gaps import Origin, origin_of
@@ -58,6 +61,9 @@ class Intake:
     as filtered, and do not count among the step's groups. A group older than that bound's inside is
     trained; its importance weights are truncated, and its staleness is reported.
 
+    So is one with what no engine of this model and no grader gives: tokens outside its vocabulary,
+    log-probabilities or rewards that are no numbers. One would stop a step, the others spoil it.
+
     In a run that replays routing every graded trajectory must tell its experts: a group with one
     that doesn't is filtered, for its tokens would go elsewhere than in the engine.
     """
@@ -72,9 +78,11 @@ class Intake:
     """Draws of the step under way."""
     _receiver: SocketReceiver | None = None
     _experts: ModelExperts | None = field(init=False)
+    _vocabulary: int = field(init=False)
 
     def __post_init__(self) -> None:
         self._experts = replayed_experts(self.config)
+        self._vocabulary = read_vocabulary(Path(self.config.model.path))
 
     @property
     def spool(self) -> Path:
@@ -200,7 +208,9 @@ class Intake:
 
     def _read(self, path: Path) -> Group:
         group = read_group(path)
-        reason = "" if self._experts is None else _against_experts(group, self._experts)
+        reason = _against_numbers(group, self._vocabulary)
+        if not reason and self._experts is not None:
+            reason = _against_experts(group, self._experts)
         return replace(group, dropped=group.dropped or reason)
 
     def _refuse(self, draw: int, path: Path, detail: str) -> None:
@@ -293,6 +303,20 @@ def _samples(graded: list[Trajectory], advantages: torch.Tensor, *, replays: boo
         )
         for item, advantage in zip(graded, advantages, strict=True)
     ]
+
+
+def _against_numbers(group: Group, vocabulary: int) -> str:
+    """Return why no step may be taken with a group's numbers; '' when one may."""
+    graded = _graded(group)
+    if not all(_are_words(item.tokens, vocabulary) for item in graded):
+        return "wrong_tokens"
+    sampled = [item.logprobs[item.loss_mask] for item in graded]
+    rewards = np.array([item.reward for item in graded], dtype=np.float64)
+    return "" if all(np.isfinite(one).all() for one in [*sampled, rewards]) else "no_numbers"
+
+
+def _are_words(tokens: NDArray[np.int32], vocabulary: int) -> bool:
+    return bool(len(tokens) and tokens.min() >= 0 and tokens.max() < vocabulary)
 
 
 def _against_experts(group: Group, experts: ModelExperts) -> str:

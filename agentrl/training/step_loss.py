@@ -107,7 +107,7 @@ def batch_loss(
         per_token = per_token + config.kl_coef * kl
         sums.add("kl", kl)
     loss = (weights * per_token).sum()
-    ratio = grpo.raw_ratio(old, engine)
+    ratio = grpo.raw_ratio(old.double(), engine.double())
     sums.add("loss", loss)
     sums.add("entropy", entropy)
     gap = (old - engine).abs()
@@ -115,7 +115,7 @@ def batch_loss(
     sums.add_gaps(batch.places, gap)
     sums.add("ratio", ratio)
     sums.add("ratio_square", ratio.square())
-    sums.add("capped", (importance < ratio).float())
+    sums.add("capped", (importance < grpo.raw_ratio(old, engine)).float())
     if len(old):
         clipped = grpo.clip_fraction(old, old, advantages, **clips)
         sums.add("clip_fraction", clipped.expand(len(old)))

@@ -3,11 +3,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from fabricate import fill_spool, make_group
+from fabricate import VOCABULARY, fill_spool, make_group
 from safetensors.torch import load_file
 
 from agentrl import events as ev
@@ -189,18 +190,57 @@ def test_a_batch_without_signal_is_consumed_and_takes_no_step(tiny_config, event
     assert (step.step, step.version, step.metrics["filtered_zero_signal"]) == (1, 1, 2)
 
 
-def group_of_nan(draw):
-    """A group whose engine gave no numbers for its tokens."""
+def group_with(draw, **changes):
+    """A group whose second trajectory is not as it should be."""
     group = make_group(draw, [1, 0])
-    for item in group.trajectories:
-        nothing = np.full(len(item.tokens), np.nan, dtype=np.float32)
-        object.__setattr__(item, "logprobs", nothing)
-    return group
+    first, second = group.trajectories
+    return replace(group, trajectories=(first, replace(second, **changes)))
+
+
+def like(group, number):
+    return np.full(len(group.trajectories[1].tokens), number)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"reward": float("nan")}, "no_numbers"),
+        ({"reward": float("inf")}, "no_numbers"),
+        ({"logprobs": like(make_group(0, [1, 0]), np.nan)}, "no_numbers"),
+        ({"logprobs": like(make_group(0, [1, 0]), -np.inf)}, "no_numbers"),
+        ({"tokens": like(make_group(0, [1, 0]), VOCABULARY)}, "wrong_tokens"),
+        ({"tokens": like(make_group(0, [1, 0]), -1)}, "wrong_tokens"),
+        ({"tokens": [], "logprobs": [], "loss_mask": []}, "wrong_tokens"),
+    ],
+)
+def test_a_group_that_no_engine_of_this_model_gave_spoils_no_step(tiny_config, changes, why):
+    tiny_config.training.steps = tiny_config.training.groups_per_step = 1
+    put(tiny_config, group_with(0, **changes), make_group(1, [1, 0]))
+    assert go(tiny_config) == 0
+    assert consumed(tiny_config) == {0: f"filtered:{why}", 1: "trained"}
+
+
+def test_a_token_that_the_engine_held_for_impossible_leaves_every_metric_a_number(
+    tiny_config, events
+):
+    tiny_config.training.steps = tiny_config.training.groups_per_step = 1
+    put(tiny_config, group_with(0, logprobs=like(make_group(0, [1, 0]), -1e30)))
+    go(tiny_config, events=events)
+    [step] = steps_of(events)  # a line with a NaN would not be read as one
+    assert 0 < step.metrics["ess"] < 1
+    assert step.metrics["ratio"] > 1e100
+    assert all(np.isfinite(value) for value in step.metrics.values())
+
+
+def group_beyond_all(draw):
+    """A group whose importance weights, with a cap that is none, are past all gradients."""
+    return group_with(draw, logprobs=like(make_group(draw, [1, 0]), -1000.0))
 
 
 def test_a_step_whose_gradient_is_no_number_is_skipped_and_its_draws_recorded(tiny_config, events):
     tiny_config.training.steps = tiny_config.training.groups_per_step = 1
-    put(tiny_config, group_of_nan(0), group_of_nan(1), make_group(2, [1, 0]))
+    tiny_config.training.importance_cap = 1e38
+    put(tiny_config, group_beyond_all(0), group_beyond_all(1), make_group(2, [1, 0]))
     assert go(tiny_config, events=events) == 0
     assert consumed(tiny_config) == {0: "filtered:diverged", 1: "filtered:diverged", 2: "trained"}
     [step] = steps_of(events)
@@ -209,8 +249,8 @@ def test_a_step_whose_gradient_is_no_number_is_skipped_and_its_draws_recorded(ti
 
 
 def test_too_many_such_steps_in_a_row_end_the_run(tiny_config):
-    tiny_config.training.groups_per_step = 1
-    put(tiny_config, *map(group_of_nan, range(5)))
+    tiny_config.training.groups_per_step, tiny_config.training.importance_cap = 1, 1e38
+    put(tiny_config, *map(group_beyond_all, range(5)))
     with pytest.raises(DivergedError, match="weights are unchanged"):
         go(tiny_config)
 
