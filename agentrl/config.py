@@ -214,6 +214,8 @@ class TrainingConfig:
     """`k1`, `k2` or `k3`."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 switches it off."""
+    router_balance_coef: float = 0.0
+    """Weight of the loss that evens out a mixture's experts, in SFT as well; 0 switches it off."""
     aggregation: str = "token"
     """`token`: mean over the step's tokens. `trajectory`: mean of the trajectories' means."""
     micro_batch_tokens: int = 4096

@@ -24,8 +24,26 @@ def check_training(config: TrainingConfig) -> None:
                 f"training.{name}={size} with training.backend=torch: FSDP2 cuts over "
                 f"training.ranks by itself; set it to 1, or training.backend=megatron"
             )
+    _check_balance(config)
     if config.backend == "megatron":
         _check_megatron(config)
+
+
+def _check_balance(config: TrainingConfig) -> None:
+    asked = f"training.router_balance_coef={config.router_balance_coef}"
+    if not 0 <= config.router_balance_coef < math.inf:
+        raise ConfigError(f"{asked}: must be 0 or more; sources take 1e-4 to 1e-2")
+    if config.router_balance_coef and config.compile:
+        raise ConfigError(
+            f"{asked} with training.compile=true: a compiled layer's router is not balanced; set "
+            "0, or false"
+        )
+    te = config.backend == "megatron" and config.megatron_layers == "te"
+    if config.router_balance_coef and te:
+        raise ConfigError(
+            f"{asked} with training.megatron_layers=te: Megatron's own layers take no such loss "
+            "from us; set training.megatron_layers=local, or 0"
+        )
 
 
 def _check_megatron(config: TrainingConfig) -> None:

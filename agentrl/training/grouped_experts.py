@@ -28,6 +28,7 @@ from megatron.core.transformer.moe.router import (  # type: ignore[import-not-fo
 from torch import Tensor, nn
 
 from agentrl.errors import ConfigError
+from agentrl.training.balance import Balance
 from agentrl.training.gate import gated
 from agentrl.training.replay import chances_of, count_changes, picked
 from agentrl.training.rows import collect, spread, way_of
@@ -75,6 +76,8 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
         """[tokens here, k] experts to take; None: as the router chooses."""
         self.changes: Tensor | None = None
         """`count_changes` of all that was told."""
+        self.balance: Balance | None = None
+        """Of the tokens here; None: the router is not balanced."""
 
     def set_layer_number(self, number: int) -> None:
         self.router.set_layer_number(number)
@@ -91,20 +94,28 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
     def _routed(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return each token's experts and their chances, both [tokens, k], and [experts] counts."""
         per_token = self.config.moe_router_topk
-        if self.told is None:
+        if self.told is None and self.balance is None:
             chances, is_chosen = self.router(hidden)
             owners = is_chosen.to(torch.uint8).topk(per_token, 1).indices
             return owners, chances.gather(1, owners), is_chosen.sum(0)
         logits = self.router.gating(hidden).view(-1, self.config.num_moe_experts)
-        own = logits.topk(per_token, 1).indices
-        owners = picked(self.told, own)
-        if torch.is_grad_enabled():  # once, where layers are computed again
-            found = count_changes(self.told, own)
-            self.changes = found if self.changes is None else self.changes + found
+        owners = self._replayed(logits.topk(per_token, 1).indices)
         chances = chances_of(logits, owners, is_normalized=not self.config.moe_router_pre_softmax)
+        if self.balance is not None:
+            layer = self.router.layer_number - 1
+            chances = self.balance.joined(chances, logits, owners, layer=layer)
         times = torch.zeros_like(logits, dtype=torch.uint8)
         times.scatter_add_(1, owners, torch.ones_like(owners, dtype=torch.uint8))
         return owners, chances, times.sum(0)
+
+    def _replayed(self, own: Tensor) -> Tensor:
+        """Return the experts to take for those that the router chooses, both [tokens, k]."""
+        if self.told is None:
+            return own
+        if torch.is_grad_enabled():  # once, where layers are computed again
+            found = count_changes(self.told, own)
+            self.changes = found if self.changes is None else self.changes + found
+        return picked(self.told, own)
 
     def _exchanged(self, rows: Tensor, chances: Tensor, counts: Tensor) -> Tensor:
         """Let each row's expert have it, wherever that is; rows lie by expert here and there."""
@@ -131,13 +142,15 @@ class Mixture(MegatronModule):  # type: ignore[misc, unused-ignore]
         return by_rank[rank].sum(1), by_rank[:, rank]
 
 
-def tell_experts(layer: Any, _: Any, given: dict[str, Any]) -> None:
+def tell_mixture(layer: Any, _: Any, given: dict[str, Any]) -> None:
     """Hook before a layer of Megatron's: its mixture takes what the row's packing says.
 
     A micro-batch's own, whichever are under way between stages, and again where it is recomputed.
     """
-    told = given["packed_seq_params"].experts
+    packing = given["packed_seq_params"]
+    told = packing.experts
     layer.mlp.told = None if told is None else told[layer.layer_number - 1]
+    layer.mlp.balance = packing.balance
 
 
 def check_experts(body: nn.Module, layers: int) -> None:

@@ -24,6 +24,7 @@ from agentrl.events import Step, VersionEvent, Writer, now
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import Backend
 from agentrl.training.backends import open_backend
+from agentrl.training.balance import check_balance
 from agentrl.training.checkpoint import Checkpoint
 from agentrl.training.engine_gaps import EngineGaps, gaps_by_age
 from agentrl.training.flops import Meter, open_meter
@@ -58,6 +59,7 @@ def train(
     Returns 0 when the run is done, 75 when `stop` asked for the end and everything is saved.
     Raises WaitTimeout, NoSignalError, DivergedError, PublishError, CheckpointError.
     """
+    check_balance(config)
     intake = Intake(config=config, consumed={}, events=events)  # refuses before ranks are started
     with contextlib.ExitStack() as open_ones:
         if backend is None:

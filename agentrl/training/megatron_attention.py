@@ -21,6 +21,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.training.attention import attend_packed
+from agentrl.training.balance import Balance
 from agentrl.training.fused import turned, turned_norm
 
 STEADY = ("linear", "llama3", "yarn")
@@ -38,6 +39,8 @@ class Packing(PackedSeqParams):  # type: ignore[misc, unused-ignore]
     """Of the sequences."""
     experts: Tensor | None = None
     """[layers, tokens here, k] that tokens go to; None: as the routers choose."""
+    balance: Balance | None = None
+    """The tokens' part in balancing routers; None: they are not balanced."""
 
 
 class Rotary:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core import parallel_state  # type: ignore[import-not-found, unused-ignore]
 from megatron.core.distributed import (  # type: ignore[import-not-found, unused-ignore]
     DistributedDataParallel,
@@ -42,6 +43,7 @@ from agentrl.training.backend import (
     learning_rate,
     refuse_divergence,
 )
+from agentrl.training.balance import Balance, Tally, balance_of, metrics_of
 from agentrl.training.convert import fused_experts, single_experts
 from agentrl.training.grouped_experts import Mixture, check_experts
 from agentrl.training.hf_map import Layout
@@ -100,6 +102,7 @@ class MegatronBackend:
         self.updates = 0
         self.gaps: list[float] = []
         self.replays = config.engine.sglang.routed_experts
+        self.tally = Tally(self.shape.layers, self.shape.experts, self._device)
 
     @torch.no_grad()
     def logprobs(self, batch: MicroBatch) -> Tensor:
@@ -122,7 +125,8 @@ class MegatronBackend:
         finalize_model_grads([self.policy])
         totals = sums.as_tensor().to(self._device)
         dist.all_reduce(totals, group=dp)
-        metrics = step_metrics(summed(totals), has_kl=False) | self._rerouted()
+        metrics = step_metrics(summed(totals), has_kl=False)
+        metrics |= self._rerouted() | self._balanced()
         self.gaps = self._gaps_over(dp, sums)
         lr = learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
@@ -217,7 +221,11 @@ class MegatronBackend:
             batch = _in_one_row(batch)
         batch = _filled(batch, -batch.tokens.shape[1] % self.layout.tp)
         assert batch.ends is not None
-        packing = replace(self.rotary.packing(batch.ends), experts=self._experts(batch))
+        packing = replace(
+            self.rotary.packing(batch.ends),
+            experts=self._experts(batch),
+            balance=self._balance(batch),
+        )
         answer: Tensor | Answer = self.policy(batch, packing)
         return answer
 
@@ -228,6 +236,20 @@ class MegatronBackend:
         rank = parallel_state.get_tensor_model_parallel_rank()
         here: Tensor = batch.experts[0].chunk(self.layout.tp)[rank]
         return here.to(self._device, non_blocking=True).transpose(0, 1).contiguous()
+
+    def _balance(self, batch: MicroBatch) -> Balance | None:
+        """Return what this rank's layers are told of its own tokens of a row."""
+        found = balance_of(batch, self.config.router_balance_coef, self.tally)
+        group = parallel_state.get_tensor_model_parallel_group()
+        return None if found is None else found.part(group.rank(), group)
+
+    def _balanced(self) -> dict[str, float]:
+        """Return what balancing found, of all ranks: each has its own tokens and layers."""
+        if not self.config.router_balance_coef:
+            return {}
+        found = self.tally.taken()
+        dist.all_reduce(found)
+        return metrics_of(found)
 
     def _rerouted(self) -> dict[str, float]:
         """Return the share of choices that replay changed, of all ranks: each has its own tokens
@@ -260,6 +282,7 @@ def _in_one_row(batch: MicroBatch) -> MicroBatch:
         tokens=batch.tokens.reshape(1, -1),
         ends=torch.arange(0, rows * width + 1, width, dtype=torch.int32),
         experts=None if batch.experts is None else batch.experts.flatten(0, 1)[None],
+        token_shares=None if batch.token_shares is None else batch.token_shares.reshape(1, -1),
     )
 
 
@@ -275,4 +298,5 @@ def _filled(batch: MicroBatch, missing: int) -> MicroBatch:
         experts = torch.cat(
             [experts, experts.new_full((1, missing, *experts.shape[2:]), OWN[experts.dtype])], 1
         )
-    return replace(batch, tokens=tokens, ends=ends, experts=experts)
+    shares = None if batch.token_shares is None else F.pad(batch.token_shares, (0, missing))
+    return replace(batch, tokens=tokens, ends=ends, experts=experts, token_shares=shares)

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.hf_shape import ModelShape
-from agentrl.training.grouped_experts import Mixture, tell_experts
+from agentrl.training.grouped_experts import Mixture, tell_mixture
 from agentrl.training.hf_map import Layout
 from agentrl.training.megatron_attention import PackedSelfAttention, rope_of
 
@@ -98,7 +98,7 @@ def make_body(
     )
     for layer in body.decoder.layers:
         if isinstance(layer.mlp, Mixture):
-            layer.register_forward_pre_hook(tell_experts, with_kwargs=True)
+            layer.register_forward_pre_hook(tell_mixture, with_kwargs=True)
     return config, body.cuda() if torch.cuda.is_available() else body
 
 

@@ -82,6 +82,9 @@ class MicroBatch:
     experts: Tensor | None = None
     """[B, T, layers, k] uint8 or int16 that tokens go to, OWN right of a row's end; None: those
     that routers choose."""
+    token_shares: Tensor | None = None
+    """[B, T] float32, of each token among all of the step, 0 right of a row's end; None: routers
+    are not balanced (`balance`)."""
 
     @property
     def padding(self) -> int:
@@ -96,26 +99,33 @@ class MicroBatch:
 
 
 def pack(
-    samples: Sequence[Sample], budget: int, *, is_packed: bool = False, ranks: int = 1
+    samples: Sequence[Sample],
+    budget: int,
+    *,
+    is_packed: bool = False,
+    ranks: int = 1,
+    balances: bool = False,
 ) -> list[MicroBatch]:
-    """Put every sample into a micro-batch of at most `budget` tokens, padding included.
+    """Put every sample of a step into a micro-batch of at most `budget` tokens, padding included.
 
-    ranks: of data parallelism, each of which gets as many packed micro-batches.
+    ranks: of data parallelism, each of which gets as many packed micro-batches; balances: their
+    tokens are told their shares.
 
     Longest first, neighbours in length together; or, packed, as even as may be. A sample longer
     than the budget gets a micro-batch of its own: nothing is cut, and nothing is left out.
     """
     ordered = sorted(samples, key=lambda sample: -len(sample.tokens))
+    step_tokens = _tokens(samples) if balances else 0
     if is_packed:
-        return [join(rows) for rows in _level(ordered, budget, ranks)]
+        return [join(rows, step_tokens) for rows in _level(ordered, budget, ranks)]
     batches: list[MicroBatch] = []
     rows: list[Sample] = []
     for sample in ordered:
         if rows and len(rows[0].tokens) * (len(rows) + 1) > budget:
-            batches.append(stack(rows))
+            batches.append(stack(rows, step_tokens))
             rows = []
         rows.append(sample)
-    return [*batches, stack(rows)] if rows else batches
+    return [*batches, stack(rows, step_tokens)] if rows else batches
 
 
 def pack_step(samples: Sequence[Sample], config: TrainingConfig) -> list[MicroBatch]:
@@ -125,6 +135,7 @@ def pack_step(samples: Sequence[Sample], config: TrainingConfig) -> list[MicroBa
         config.micro_batch_tokens,
         is_packed=config.packing == "packed",
         ranks=config.ranks // (config.tensor_parallel * config.pipeline_parallel),
+        balances=config.router_balance_coef > 0,
     )
 
 
@@ -184,8 +195,11 @@ def nothing() -> MicroBatch:
     )
 
 
-def join(rows: Sequence[Sample]) -> MicroBatch:
-    """Lay `rows` end to end in one row, and note where each ends."""
+def join(rows: Sequence[Sample], step_tokens: int = 0) -> MicroBatch:
+    """Lay `rows` end to end in one row, and note where each ends.
+
+    step_tokens: that tokens are told their share of; 0: they are not.
+    """
     lengths = torch.tensor([len(row.tokens) for row in rows])
     ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     tokens = torch.from_numpy(np.concatenate([row.tokens for row in rows]).astype(np.int64))
@@ -206,11 +220,12 @@ def join(rows: Sequence[Sample]) -> MicroBatch:
         real_tokens=int(ends[-1]),
         ends=ends.to(torch.int32),
         experts=_stacked_experts(rows, packs=True),
+        token_shares=_token_shares(rows, step_tokens, packs=True),
     )
 
 
-def stack(rows: Sequence[Sample]) -> MicroBatch:
-    """Pad `rows` to one rectangle and gather what the loss needs."""
+def stack(rows: Sequence[Sample], step_tokens: int = 0) -> MicroBatch:
+    """Pad `rows` to one rectangle and gather what the loss needs; step_tokens: as `join` has it."""
     width = max(len(row.tokens) for row in rows)
     tokens = torch.zeros((len(rows), width), dtype=torch.int64)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
@@ -234,6 +249,7 @@ def stack(rows: Sequence[Sample]) -> MicroBatch:
         places=torch.tensor([row.place for row in rows])[owner],
         real_tokens=sum(len(row.tokens) for row in rows),
         experts=_stacked_experts(rows, packs=False),
+        token_shares=_token_shares(rows, step_tokens, packs=False),
     )
 
 
@@ -249,6 +265,13 @@ def _stacked_experts(rows: Sequence[Sample], *, packs: bool) -> Tensor | None:
     if packs:
         return torch.cat(parts)[None]
     return pad_sequence(parts, batch_first=True, padding_value=OWN[parts[0].dtype])
+
+
+def _token_shares(rows: Sequence[Sample], step_tokens: int, *, packs: bool) -> Tensor | None:
+    if not step_tokens:
+        return None
+    parts = [torch.full((len(row.tokens),), 1 / step_tokens) for row in rows]
+    return torch.cat(parts)[None] if packs else pad_sequence(parts, batch_first=True)
 
 
 def _shares(row: Sample) -> NDArray[np.float32]:

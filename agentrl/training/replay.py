@@ -51,6 +51,27 @@ def share_of(changes: Tensor) -> dict[str, float]:
     return {"rerouted": other / whole} if whole else {}
 
 
+def routers_of(model: nn.Module, asked: str) -> list[Any]:
+    """Return a transformers model's routers, by layer; `asked`: the key that needs them.
+
+    Raises ConfigError where there are none, and for those that tell chances in place of logits, as
+    transformers 5.0's did.
+    """
+    routers: list[Any] = [one for one in model.modules() if type(one).__name__ == ROUTER]
+    if not routers:
+        raise ConfigError(
+            f"{asked}: {type(model).__name__} of this transformers has no {ROUTER}, whose choice "
+            "we know; install transformers 5, take training.backend=megatron, or switch it off"
+        )
+    fresh = type(routers[0])(model.config)  # its weight is 0, and so are its logits
+    if fresh(torch.zeros(1, fresh.hidden_dim))[0].any():
+        raise ConfigError(
+            f"{asked}: {ROUTER} of this transformers tells chances where it should tell logits; "
+            "pip install -U transformers, take training.backend=megatron, or switch it off"
+        )
+    return routers
+
+
 class Replay:
     """Overrules the routers of a transformers model, one micro-batch at a time.
 
@@ -58,13 +79,7 @@ class Replay:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        routers = [one for one in model.modules() if type(one).__name__ == ROUTER]
-        if not routers:
-            raise ConfigError(
-                f"engine.sglang.routed_experts=true: {type(model).__name__} of this transformers "
-                f"has no {ROUTER}, whose choice could be overruled; install transformers 5, take "
-                "training.backend=megatron, or set false"
-            )
+        routers = routers_of(model, "engine.sglang.routed_experts=true")
         self.told: Tensor | None = None
         self.changes = torch.zeros(2, dtype=torch.int64, device=device)
         for layer, router in enumerate(routers):

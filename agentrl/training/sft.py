@@ -25,6 +25,7 @@ from agentrl.handoff.publish import publish_json
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import BackendState
 from agentrl.training.backends import open_backend
+from agentrl.training.balance import check_balance
 from agentrl.training.checkpoint import Checkpoint, Files
 from agentrl.training.model_folder import load_model, named_weights, write_model_folder
 from agentrl.training.muon import Muon
@@ -92,9 +93,12 @@ class Learner(Protocol):
 
 @contextlib.contextmanager
 def opened(config: RunConfig, traces: list[Trace]) -> Iterator[Learner]:
-    """One process on a CPU learns by itself, Muon and all; GPUs and ranks by the run's back end."""
+    """One process on a CPU learns by itself, Muon and all; by the run's back end GPUs, ranks, and
+    who balances experts."""
     training = config.training
-    if (training.device, training.ranks, training.backend) == ("cpu", 1, "torch"):
+    check_balance(config)
+    is_small = (training.device, training.ranks, training.backend) == ("cpu", 1, "torch")
+    if is_small and not training.router_balance_coef:
         yield _Learner(config, load_model(Path(config.model.path)).train(), traces)
         return
     suited = fitted(config, len(traces))

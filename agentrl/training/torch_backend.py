@@ -22,6 +22,7 @@ from agentrl.training.attention import register
 from agentrl.training.backend import Backend as Backend
 from agentrl.training.backend import BackendState as BackendState
 from agentrl.training.backend import check_state, check_tensor, learning_rate, refuse_divergence
+from agentrl.training.balance import RouterBalance, metrics_of
 from agentrl.training.convert import single_experts
 from agentrl.training.model_folder import load_model
 from agentrl.training.packing import MicroBatch, deal
@@ -66,7 +67,12 @@ class TorchBackend:
         self.updates = 0
         self.gaps: list[float] = []
         replays = config.engine.sglang.routed_experts
-        self.replay = Replay(self.policy, self.device) if replays else None
+        self.replay = Replay(self.policy.model, self.device) if replays else None
+        # FSDP takes the mean over ranks: see _backward
+        coefficient = self.config.router_balance_coef * world.size
+        self.balance = (
+            RouterBalance(self.policy.model, coefficient, self.device) if coefficient else None
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -162,7 +168,7 @@ class TorchBackend:
         self.optimizer.zero_grad(set_to_none=True)
         sums = Sums()
         for batch in batches:
-            if len(batch.targets) or self.is_sharded:
+            if len(batch.targets) or self.is_sharded or self.balance:
                 self._backward(batch, sums)
         lr = learning_rate(self.config, self.updates)
         for group in self.optimizer.param_groups:
@@ -170,6 +176,8 @@ class TorchBackend:
         summed = self.world.summed(sums.as_tensor())
         metrics = step_metrics(summed, has_kl=self.reference is not None)
         changes = share_of(self.world.summed(self.replay.taken_changes())) if self.replay else {}
+        if self.balance:
+            metrics |= metrics_of(self.world.summed(self.balance.tally.taken().cpu()))
         self.gaps = mean_gaps(self.world.summed(sums.gap_sums(self.world.most(sums.samples))))
         norm = whole(nn.utils.clip_grad_norm_(self.policy.parameters(), self.config.max_grad_norm))
         refuse_divergence(float(norm), loss=metrics["loss"], updates=self.updates)
@@ -190,6 +198,8 @@ class TorchBackend:
     def _forward(self, policy: Policy, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if self.replay is not None and policy is self.policy:  # the reference routes by itself
             self.replay.tell(batch.experts)
+        if self.balance is not None and policy is self.policy:
+            self.balance.tell(batch)
         tokens, source, targets = (
             part.to(self.device, non_blocking=True)
             for part in (batch.tokens, batch.source, batch.targets)

@@ -36,6 +36,8 @@ SIZES = {
 
 REPLAYED = ", replayed"
 """End of a family's name: its tokens go to experts drawn at random."""
+BALANCED = ", balanced"
+"""End of a family's name: its routers are balanced."""
 
 
 def make_family(folder: Path, family: str) -> Path:
@@ -69,7 +71,7 @@ def make_family(folder: Path, family: str) -> Path:
             },
         ),
     }
-    name, more = kinds[family.removesuffix(REPLAYED)]
+    name, more = kinds[family.removesuffix(BALANCED).removesuffix(REPLAYED)]
     config = getattr(transformers, f"{name}Config")(**SIZES, **more)
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -85,12 +87,12 @@ CASES = [
     ("qwen3", 1, 1, 1, "packed"),
     ("llama, scaled by llama3", 2, 1, 1, "padded"),
     ("qwen3_moe", 1, 1, 1, "padded"),
-    ("qwen3_moe", 1, 2, 1, "packed"),
-    ("qwen3_moe", 2, 1, 1, "packed"),
+    ("qwen3_moe, balanced", 1, 2, 1, "packed"),
+    ("qwen3_moe, balanced", 2, 1, 1, "packed"),
     ("qwen3_moe", 2, 2, 1, "packed"),
     ("qwen3, scaled by yarn", 1, 1, 2, "packed"),
-    ("qwen3_moe", 1, 1, 2, "padded"),
-    ("qwen3_moe, replayed", 2, 2, 1, "packed"),
+    ("qwen3_moe, balanced", 1, 1, 2, "padded"),
+    ("qwen3_moe, replayed, balanced", 2, 2, 1, "packed"),
     ("qwen3_moe, replayed", 1, 1, 2, "padded"),
 ]
 """Family; tensor, expert, pipeline parallel; packing. Two ranks of 1 × 1 × 1: data parallel."""
@@ -134,10 +136,12 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
     config.training.recompute = "layers" if layout.tp * layout.pp == 2 else "none"
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
     samples = make_batch(groups, 0, config, Counter()).samples
-    if folder.name.endswith(REPLAYED):
+    balances = folder.name.endswith(BALANCED)
+    config.training.router_balance_coef = 0.5 if balances else 0.0
+    if REPLAYED in folder.name:
         config.engine.sglang.routed_experts = True
         samples = with_experts(samples)
-    batches = pack(samples, 67, is_packed=packing == "packed")
+    batches = pack(samples, 67, is_packed=packing == "packed", balances=balances)
     reference = TorchBackend(folder, config)
     start = {name: tensor.clone() for name, tensor in reference.export_hf()}
     logprobs = torch.cat([reference.logprobs(batch) for batch in batches])
@@ -154,6 +158,7 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
         "moved": min(largest(weights[name], start[name]) for name in weights),
         "metrics": max(off.values()),
         "rerouted": found.get("rerouted", 0.0),
+        "router_balance": found.get("router_balance", 0.0),
     }
     fresh = MegatronBackend(folder, config, layout)
     return numbers | go_on(megatron, fresh, reference, batches)

@@ -56,6 +56,13 @@ def test_replay_reroutes_as_often_on_any_cut(found):
     assert 0.1 < shares.pop() < 0.9
 
 
+def test_balance_is_told_alike_by_any_cut(found):
+    cases = [case for case in CASES if case[0] == "qwen3_moe, balanced"]
+    told = [numbers["router_balance"] for case in cases for numbers in found(case)]
+    assert len(told) == 6
+    assert max(told) - min(told) < 1e-6 < min(told) - 1
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_state_is_taken_over_by_either_back_end(found, case):
     for numbers in found(case):

@@ -23,7 +23,9 @@ def samples(config):
 
 def batches_of(config):
     is_packed = config.training.packing == "packed"
-    return pack(samples(config), 60, is_packed=is_packed, ranks=config.training.ranks)
+    balances = config.training.router_balance_coef > 0
+    size = config.training.ranks
+    return pack(samples(config), 60, is_packed=is_packed, ranks=size, balances=balances)
 
 
 def learn(model, config):
@@ -46,13 +48,14 @@ def assert_same(mine, other):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("packing", ["padded", "packed, experts replayed"])
+@pytest.mark.parametrize("packing", ["padded", "packed, experts replayed and balanced"])
 def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing, tmp_path):
     tiny_config.training.packing, _, replays = packing.partition(",")
     if replays:
         tiny_model = make_family(tmp_path / "mixture", "qwen3_moe")
         tiny_config.model.path = str(tiny_model)
         tiny_config.engine.kind, tiny_config.engine.sglang.routed_experts = "sglang", True
+        tiny_config.training.router_balance_coef = 0.5
     tiny_config.training.recompute = "layers"
     tiny_config.training.head_tiles_from = 2
     tiny_config.training.kl_coef = 0.1
@@ -63,6 +66,7 @@ def test_two_ranks_do_what_one_does(tiny_model, tiny_config, packing, tmp_path):
     assert together[0].sort().values == pytest.approx(alone[0].sort().values, abs=1e-5)
     assert together[1] == pytest.approx(alone[1], abs=1e-5, rel=1e-4)
     assert (alone[1].get("rerouted", 0.0) > 0.1) == bool(replays)
+    assert (alone[1].get("router_balance", 0.0) > 1) == bool(replays)
     assert_same(together[2].model, alone[2].model)
     assert_same(together[3], alone[3])
     assert together[4] == pytest.approx(alone[4], abs=1e-4)
