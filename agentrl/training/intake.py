@@ -310,9 +310,10 @@ def _against_numbers(group: Group, vocabulary: int) -> str:
     graded = _graded(group)
     if not all(_are_words(item.tokens, vocabulary) for item in graded):
         return "wrong_tokens"
-    sampled = [item.logprobs[item.loss_mask] for item in graded]
     rewards = np.array([item.reward for item in graded], dtype=np.float64)
-    return "" if all(np.isfinite(one).all() for one in [*sampled, rewards]) else "no_numbers"
+    sampled = [item.logprobs[item.loss_mask] for item in graded]
+    is_finite = np.isfinite(rewards).all() and all(np.isfinite(one).all() for one in sampled)
+    return "" if is_finite else "no_numbers"
 
 
 def _are_words(tokens: NDArray[np.int32], vocabulary: int) -> bool:

@@ -143,14 +143,20 @@ class _Trainer:
     pusher: Pusher | None = None
     """None: engines load versions from disk, as they all do when they start."""
     meter: Meter | None = None
-    writer: ShareWriter = field(default_factory=ShareWriter)
+    writer: ShareWriter = field(init=False)
     empty_batches: int = 0
     skipped_steps: int = 0
     clock: _Clock = field(default_factory=_Clock)
     engine_gaps: EngineGaps = field(init=False)
 
     def __post_init__(self) -> None:
+        self.writer = ShareWriter(self.longest_write_s)
         self.engine_gaps = EngineGaps(max_drift=self.config.engine.max_drift)
+
+    @property
+    def longest_write_s(self) -> float:
+        """Of a checkpoint: the ranks' shares, and the rest."""
+        return 2 * self.config.training.checkpoint_timeout_s
 
     @property
     def weights(self) -> Path:
@@ -193,7 +199,7 @@ class _Trainer:
             self.publish()
             self.clock.lap("publish")
         if self.writer.is_done:
-            self.saved(None)  # raises what went wrong with it
+            self.saved()  # raises what went wrong with it
         self.report(metrics)  # before the checkpoint from which a next life would not take it again
         if is_last:
             self.save()  # before it is announced as done
@@ -289,7 +295,7 @@ class _Trainer:
 
         Without `waits` a thread writes it while training goes on.
         """
-        self.saved(self.config.training.checkpoint_timeout_s)
+        self.saved()
         if (self.step, len(self.intake.consumed)) == (self.saved_step, self.saved_draws):
             return
         folder = self.config.run_dir / "checkpoints"
@@ -306,7 +312,7 @@ class _Trainer:
         self.writer.begin(lambda: self.write(temporary, state))
         self.saved_step, self.saved_draws = self.step, len(self.intake.consumed)
         if waits:
-            self.saved(None)
+            self.saved()
 
     def write(self, temporary: Path, state: Checkpoint) -> KeysView[int]:
         """Write a checkpoint that was begun; return the draws that it covers."""
@@ -323,9 +329,9 @@ class _Trainer:
             checkpoint.complete(temporary, state, files, self.events)
         return state.consumed.keys()
 
-    def saved(self, limit_s: float | None) -> None:
+    def saved(self) -> None:
         """Await the checkpoint that is being written, if any, and delete what it covers."""
-        covered = self.writer.end(limit_s)
+        covered = self.writer.end(self.longest_write_s)
         if covered is not None:
             self.intake.delete(covered)
 

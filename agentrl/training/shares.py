@@ -13,8 +13,10 @@ import json
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,32 +52,41 @@ def write_share(folder: Path, state: BackendState, part: Part) -> None:
             save_file(tensors, path, metadata={"format": "pt"})
             note[path.name] = {**entry(path), "tensors": sorted(tensors) if kind == "model" else []}
     except (OSError, SafetensorError) as error:
+        for name in note:  # makes room for what says so
+            (folder / name).unlink(missing_ok=True)
         note = {"error": f"rank {part.rank}: {error}"}
     publish_json(folder / _note_name(part.rank), note)
 
 
 class ShareWriter:
-    """Writes one share after the other, in a thread."""
+    """Writes one share after the other, in a thread.
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "checkpoint")
+    A disk that hangs holds its thread for as long as it likes: nobody waits for that longer than
+    `limit_s`, nor the process for the thread when it ends.
+    """
+
+    def __init__(self, limit_s: float = 600.0) -> None:
+        self._limit_s = limit_s
         self._last: Future[Any] | None = None
 
     def __enter__(self) -> ShareWriter:
         return self
 
     def __exit__(self, *reason: object) -> None:
-        self._pool.shutdown()
+        if self._last is not None:
+            futures.wait([self._last], self._limit_s)
 
     def begin(self, work: Callable[[], Any]) -> None:
-        self.end(None)
-        self._last = self._pool.submit(work)
+        self.end(self._limit_s)
+        self._last = Future()
+        thread = threading.Thread(target=_settle, args=(self._last, work), daemon=True)
+        thread.start()
 
     @property
     def is_done(self) -> bool:
         return self._last is None or self._last.done()
 
-    def end(self, limit_s: float | None) -> Any:
+    def end(self, limit_s: float) -> Any:
         """Return what the last work came to, once it has ended; None when there was none.
 
         Raises what it raised, and PublishError when it takes longer than the limit.
@@ -85,9 +96,16 @@ class ShareWriter:
             return last.result(limit_s) if last else None
         except TimeoutError as error:
             raise PublishError(
-                f"the checkpoint begun before is not written after {limit_s:g} s more; its disk is "
+                f"the checkpoint that was begun is not written after {limit_s:g} s; its disk is "
                 "slow or stuck: look there, or raise training.checkpoint_timeout_s"
             ) from error
+
+
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def await_shares(folder: Path, size: int, limit_s: float) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
-import threading
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from agentrl.training.backend import BackendState, Part
 from agentrl.training.checkpoint import Checkpoint, Files, load_latest
 from agentrl.training.loop import train
 from agentrl.training.model_folder import load_model
-from agentrl.training.shares import ShareWriter, write_share
+from agentrl.training.shares import write_share
 from agentrl.training.torch_backend import TorchBackend
 
 
@@ -72,20 +74,33 @@ def test_a_rank_that_cannot_write_is_named_with_the_systems_words(state, tiny_mo
     assert load_latest(folder) is None
 
 
+def test_a_rank_that_cannot_write_all_leaves_room_for_its_note(state, tmp_path):
+    (tmp_path / "optimizer-00002-of-00002.safetensors").mkdir()  # the second file is refused
+    write_share(tmp_path, share_of(state, Part(1, 2)), Part(1, 2))
+    assert not (tmp_path / "model-00002-of-00002.safetensors").exists()
+    assert "rank 1" in (tmp_path / "share-00001.json").read_text()
+
+
 def test_a_rank_that_never_writes_is_named_when_the_wait_ends(state, tiny_model, tmp_path):
     with pytest.raises(PublishError, match=r"rank 2 has not written its share"):
         save_in_shares(tmp_path / "c", state, tiny_model, writes=(1,), limit_s=0.1)
 
 
-def test_a_write_that_does_not_end_is_waited_for_no_longer_than_its_limit():
-    goes_on = threading.Event()
-    with ShareWriter() as writer:
-        writer.begin(lambda: goes_on.wait(120))
-        try:
-            with pytest.raises(PublishError, match="checkpoint_timeout_s"):
-                writer.end(0.1)
-        finally:
-            goes_on.set()
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_disk_that_hangs_holds_neither_the_trainer_nor_the_end_of_its_process(tmp_path, asks):
+    os.mkfifo(tmp_path / "hangs")  # which opens when somebody reads it: nobody does
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from agentrl.training.shares import ShareWriter\n"
+        "with ShareWriter(0.1) as writer:\n"
+        "    writer.begin(lambda: Path(sys.argv[1]).write_text('a checkpoint'))\n"
+        "    writer.end(0.1) if sys.argv[2] == 'True' else None\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "hangs"), str(asks)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert done.returncode == asks
+    assert ("not written after 0.1 s; its disk is slow or stuck" in done.stderr) == asks
 
 
 def test_what_is_written_in_the_background_is_the_state_at_its_step(tiny_config):
