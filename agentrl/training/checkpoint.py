@@ -197,17 +197,21 @@ def verify(path: Path) -> dict[str, Any]:
     """Return the manifest of one checkpoint after checking every file against it, or raise."""
     try:
         manifest: dict[str, Any] = json.loads((path / MANIFEST).read_bytes())
-        wanted = manifest["files"].items()
+        wanted = {
+            path / name: (told["size"], told["sha256"]) for name, told in manifest["files"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path / MANIFEST}: not readable ({error!r})") from error
-    for name, told in wanted:
-        file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != told["size"]:
-            raise CheckpointError(f"{file}: {size} bytes, its manifest says {told['size']}")
-    for file, digest in digests([path / name for name in manifest["files"]]):
-        if digest != manifest["files"][file.name]["sha256"]:
-            raise CheckpointError(f"{file}: its sha256 is not the manifest's; it was changed")
+    try:
+        for file, (told, _) in wanted.items():
+            size = file.stat().st_size if file.is_file() else None
+            if size != told:
+                raise CheckpointError(f"{file}: {size} bytes, its manifest says {told}")
+        for file, digest in digests(list(wanted)):
+            if digest != wanted[file][1]:
+                raise CheckpointError(f"{file}: its sha256 is not the manifest's; it was changed")
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     return manifest
 
 

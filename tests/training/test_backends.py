@@ -16,7 +16,7 @@ from agentrl.training.backends import open_backend, require_megatron
 from agentrl.training.intake import Intake
 from agentrl.training.packing import pack_step
 from agentrl.training.ranks import ALONE
-from agentrl.training.taken import Taken, as_tensors, reread
+from agentrl.training.taken import Taken, as_tensors, digest, reread
 from agentrl.training.torch_backend import TorchBackend
 
 
@@ -106,6 +106,14 @@ def test_a_rank_that_reads_something_else_says_so(tiny_config):
     tiny_config.training.std_normalize = False
     with pytest.raises(LaunchError, match=r"draws \[0, 1\].*not, for this rank"):
         reread(told, tiny_config)
+
+
+@pytest.mark.parametrize("name", ["targets", "weights", "places", "ends"])
+def test_whatever_the_loss_is_computed_from_is_in_the_checksum(tiny_config, name):
+    tiny_config.training.packing = "packed"
+    [first, *rest], _ = take(tiny_config)
+    other = dataclasses.replace(first, **{name: getattr(first, name) + 1})
+    assert digest([other, *rest]) != digest([first, *rest])
 
 
 def test_a_rank_that_does_not_see_the_spool_says_so(tiny_config):

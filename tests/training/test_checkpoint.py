@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -75,6 +76,27 @@ def test_a_checkpoint_that_lacks_a_file_is_refused(write, name):
     path = write(10)
     (path / name).unlink()
     with pytest.raises(CheckpointError):
+        verify(path)
+
+
+def test_a_file_that_the_disk_does_not_give_back_is_refused_as_a_changed_one_is(write):
+    write(10, consumed={0: "trained"})
+    newest = write(20)
+    (newest / "state.json").unlink()
+    (newest / "state.json").symlink_to("/proc/self/mem")  # a file of 0 bytes; reading: EIO
+    manifest = json.loads((newest / "manifest.json").read_bytes())
+    manifest["files"]["state.json"]["size"] = 0
+    (newest / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        verify(newest)
+    assert load_latest(write.folder).step == 10
+
+
+@pytest.mark.parametrize("files", [3, ["a"], {"a": 3}, {"a": {}}, {"a": {"size": 1}}])
+def test_a_manifest_of_another_form_is_refused(write, files):
+    path = write(10)
+    (path / "manifest.json").write_text(json.dumps({"files": files}))
+    with pytest.raises(CheckpointError, match="not readable"):
         verify(path)
 
 
