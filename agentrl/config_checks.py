@@ -52,7 +52,10 @@ POSITIVE = (
     "training.groups_per_step",
     "training.keep_checkpoints",
     "training.keep_versions",
+    "training.micro_batch_tokens",
     "training.ranks",
+    "training.steps",
+    "training.threads",
 )
 NESTED = (
     "agent.command_timeout_s",

@@ -1,4 +1,4 @@
-"""What the trainer's parallel sizes must satisfy, alone and together."""
+"""What the trainer's numbers and parallel sizes must satisfy, alone and together."""
 
 from __future__ import annotations
 
@@ -12,10 +12,34 @@ if TYPE_CHECKING:
 
 EXPERTS = ("expert_parallel", "pipeline_parallel")
 SIZES = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "context_parallel")
+LEAST = {
+    "clip_high": 0.0,
+    "clip_low": 0.0,
+    "head_tiles_from": 0,
+    "importance_cap": 0.0,
+    "kl_coef": 0.0,
+    "lr": 0.0,
+    "max_trained_staleness": 0,
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+}
+OVER_ZERO = ("checkpoint_timeout_s", "max_grad_norm", "wait_timeout_s")
+"""A bound of 0 on gradients stops torch's, and leaves Megatron's as they are."""
 
 
 def check_training(config: TrainingConfig) -> None:
-    """Refuse a cut over ranks that the back end cannot make."""
+    """Refuse numbers that train nothing, and a cut over ranks that the back end cannot make."""
+    for name, least in LEAST.items():
+        if not least <= (found := getattr(config, name)) < math.inf:
+            raise ConfigError(f"training.{name}={found}: must be {least:g} or more, and a number")
+    for name in OVER_ZERO:
+        if not 0 < (found := getattr(config, name)) < math.inf:
+            raise ConfigError(f"training.{name}={found}: must be over 0, and a number")
+    for name in ("beta1", "beta2"):
+        if not 0 <= (found := getattr(config, name)) < 1:
+            raise ConfigError(f"training.{name}={found}: Adam's decays are 0 or more and under 1")
+    if not math.isfinite(config.entropy_coef):
+        raise ConfigError(f"training.entropy_coef={config.entropy_coef}: must be a number")
     for name in SIZES:
         if (size := getattr(config, name)) < 1:
             raise ConfigError(f"training.{name}={size}: must be 1 or more")

@@ -78,6 +78,13 @@ def test_counts_below_one_are_refused(tmp_path: Path, key: str) -> None:
         ("rollout.max_infra_rate=0", "over 0, at most 1"),
         ("rollout.max_staleness=-1", "must be 0 or more"),
         ("agent.temperature=0", "so must be over 0"),
+        ("training.lr=-1e-6", "training.lr=-1e-06: must be 0 or more"),
+        ("training.lr=.nan", "must be 0 or more, and a number"),
+        ("training.importance_cap=.inf", "must be 0 or more, and a number"),
+        ("training.max_grad_norm=0", "must be over 0"),
+        ("training.checkpoint_timeout_s=.inf", "must be over 0, and a number"),
+        ("training.beta2=1", "0 or more and under 1"),
+        ("training.entropy_coef=.nan", "must be a number"),
     ],
 )
 def test_values_that_cannot_work_are_refused(tmp_path: Path, override: str, words: str) -> None:
