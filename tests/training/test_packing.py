@@ -3,9 +3,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl.training.grpo import token_weights
 from agentrl.training.packing import Sample, deal, join, pack, padding_share, stack
 
 
@@ -112,6 +114,31 @@ def test_ranks_get_as_many_micro_batches_each_and_every_one_once(sizes, budget, 
     dealt = [batch for hand in hands for batch in hand if batch.real_tokens]
     assert sorted(map(id, dealt)) == sorted(map(id, batches))
     assert all(hand == sorted(hand, key=lambda batch: -batch.work) for hand in hands)
+
+
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=15),
+    st.integers(5, 150),
+    st.integers(1, 4),
+    st.sampled_from(["token", "trajectory"]),
+    st.booleans(),
+)
+def test_a_steps_loss_is_the_same_mean_under_any_packing(sizes, budget, ranks, kind, is_packed):
+    plain = [sample(size, mark=index + 1) for index, size in enumerate(sizes)]
+    weights = token_weights([one.sampled_tokens for one in plain], kind)
+    placed = [
+        one.placed(i, weight) for i, (one, weight) in enumerate(zip(plain, weights, strict=True))
+    ]
+    batches = pack(placed, budget, is_packed=is_packed, ranks=ranks)
+    # a token's loss is the place of its sample + 1, and its engine_logprob is minus its position
+    hands = [batch for hand in deal(batches, ranks) for batch in hand]
+    found = sum(float((b.weights * b.advantages * -b.engine_logprobs).sum()) for b in hands)
+    losses = [(i + 1) * np.arange(size)[1::2] for i, size in enumerate(sizes)]
+    tokens = np.concatenate(losses)
+    means = [one.mean() for one in losses if len(one)]
+    spread = sum(means) / len(means) if means else 0.0
+    wanted = spread if kind == "trajectory" else tokens.mean() if len(tokens) else 0.0
+    assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_the_work_of_a_row_grows_faster_than_its_tokens():

@@ -55,15 +55,22 @@ def test_logprobs_equal_a_plain_transformers_forward(tiny_model, tiny_config):
 @settings(
     max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
-@given(budget=st.integers(30, 600), aggregation=st.sampled_from(["token", "trajectory"]))
+@given(
+    budget=st.integers(30, 600),
+    aggregation=st.sampled_from(["token", "trajectory"]),
+    packing=st.sampled_from(["padded", "packed"]),
+    ranks=st.integers(1, 3),
+)
 def test_how_a_step_is_split_into_micro_batches_changes_nothing(
-    tiny_model, tiny_config, budget, aggregation
+    tiny_model, tiny_config, budget, aggregation, packing, ranks
 ):
-    tiny_config.training.aggregation = aggregation
+    tiny_config.training.aggregation, tiny_config.training.packing = aggregation, "padded"
     items = samples(tiny_config)
-    whole, split = (TorchBackend(tiny_model, tiny_config) for _ in range(2))
+    whole = TorchBackend(tiny_model, tiny_config)
+    tiny_config.training.packing = packing
+    split = TorchBackend(tiny_model, tiny_config)
     one = whole.train_step([stack(items)])
-    many = split.train_step(pack(items, budget))
+    many = split.train_step(pack(items, budget, is_packed=packing == "packed", ranks=ranks))
     assert many["loss"] == pytest.approx(one["loss"], abs=1e-5)
     assert many["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
     for (name, a), (_, b) in zip(
