@@ -14,7 +14,7 @@ from agentrl.engine.drift import FEWEST_DRAWS
 from agentrl.events import NoEvents
 from agentrl.handoff.spool import SpoolWriter
 from agentrl.handoff.trajectory import Group
-from agentrl.training.engine_gaps import EngineGaps, Origin, origin_of
+from agentrl.training.engine_gaps import EngineGaps, Origin, gaps_by_age, origin_of
 from agentrl.training.intake import make_batch
 from agentrl.training.loop import train
 from agentrl.training.packing import pack
@@ -55,6 +55,11 @@ def test_a_step_tells_the_gap_of_each_sample(tiny_config, tiny_model):
     apart = [float((backend.logprobs(row) - row.engine_logprobs).abs().mean()) for row in rows]
     backend.train_step(pack(batch.samples, 40))
     assert backend.gaps == pytest.approx(apart, abs=1e-5)
+
+
+def test_gaps_are_told_by_the_versions_between_engine_and_trainer():
+    origins = [Origin(node=0, engine=NEAR, age=age, draw=0) for age in (2, 0, 2)]
+    assert gaps_by_age(origins, [0.5, 0.125, 0.25]) == {"gap_age_0": 0.125, "gap_age_2": 0.375}
 
 
 def taken(gaps, *, age=0):

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -71,13 +73,23 @@ def test_a_run_takes_its_steps_and_announces_the_last_as_done(tiny_config, event
     assert [event.step for event in steps_of(events)] == [1, 2, 3]
 
 
-def test_step_events_hold_the_metrics_and_the_times(tiny_config, events):
+PAGE = Path(__file__).parents[2] / "docs" / "training.md"
+AT_TIMES = "filtered_* quarantined mfu kl_coef rerouted router_balance_coef router_balance"
+AT_TIMES += " busiest_expert kl"
+
+
+def test_step_events_hold_just_the_metrics_that_the_page_tells_and_the_times(tiny_config, events):
     fill_spool(tiny_config, range(6), rewards=(1, 0, None, 1))
     go(tiny_config, events=events)
     _, step, later = steps_of(events)
-    names = "reward loss grad_norm entropy ess gap clip_fraction staleness_mean staleness_max"
-    names += " zero_signal tokens padding lr groups infra_sandbox_lost"
-    assert set(names.split()) <= step.metrics.keys()
+    _, _, told = PAGE.read_text().partition("A step's event holds")
+    names = re.findall(r"`([\w*]+)`", told.partition("\n\n")[0])
+    patterns = {name: name.replace("*", r"\w+").replace("_N", r"_\d+") for name in names}
+    for found in step.metrics:
+        assert any(re.fullmatch(pattern, found) for pattern in patterns.values()), found
+    for name in patterns.keys() - set(AT_TIMES.split()):
+        assert any(re.fullmatch(patterns[name], found) for found in step.metrics), name
+    assert step.metrics["gap_age_1"] > 0
     assert step.metrics["reward"] == pytest.approx(2 / 3)
     assert step.metrics["infra_sandbox_lost"] == 2
     assert step.metrics["staleness_max"] == 1
