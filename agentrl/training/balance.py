@@ -40,7 +40,10 @@ def check_balance(config: RunConfig) -> None:
     path = Path(config.model.path) / "config.json"
     if not config.training.router_balance_coef or not path.is_file():
         return  # a folder without a model is named when it is loaded
-    told = json.loads(path.read_bytes())
+    try:
+        told = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}; give a Hugging Face model folder") from error
     if not any(told.get(name) for name in COUNTS):
         raise ConfigError(
             f"{KEY}={config.training.router_balance_coef}: {path.parent} is a "

@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from fabricate import make_config, make_group, with_experts
-from megatron_ranks import REPLAYED, make_family
+from megatron_ranks import BALANCED, REPLAYED, make_family
 
 from agentrl.training import ranks
 from agentrl.training.backends import open_backend, open_megatron
@@ -41,16 +41,19 @@ def make_run(tmp_path, family, layers):
     training.device, training.dtype, training.packing = "gpu", "bfloat16", "packed"
     training.lr, training.micro_batch_tokens = 1e-4, 67
     config.engine.sglang.routed_experts = family.endswith(REPLAYED)
+    training.router_balance_coef = 0.5 if family.endswith(BALANCED) else 0.0
     return folder, config
 
 
 FAMILIES = ("qwen3", "llama", "qwen3_moe")
+SAME = {"loss", "entropy", "grad_norm", "ess", "rerouted", "router_balance", "busiest_expert"}
 
 
 @pytest.mark.parametrize(
     ("layers", "family"),
     [
-        *(("local", family) for family in (*FAMILIES, f"qwen3_moe{REPLAYED}")),
+        *(("local", family) for family in FAMILIES),
+        *(("local", f"qwen3_moe{how}") for how in (REPLAYED, BALANCED)),
         *(pytest.param("te", family, marks=needs_te) for family in FAMILIES),
     ],
 )
@@ -66,7 +69,7 @@ def test_on_a_gpu_megatron_is_as_near_to_float32_as_torch_is(tmp_path, family, l
         mine, other = (error(one, batches, wanted) for one in (ours, theirs))
         assert mine < 1.5 * other + 1e-3, (mine, other)
         found, known = ours.train_step(batches), theirs.train_step(batches)
-        for name in {"loss", "entropy", "grad_norm", "ess", "rerouted"} & known.keys():
+        for name in SAME & known.keys():
             assert found[name] == pytest.approx(known[name], rel=0.03, abs=0.01), name
         goes_on(ours, open_megatron(config), batches)
 
