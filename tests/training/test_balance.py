@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from contextlib import closing
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fabricate import make_config, make_group, with_experts
+from fabricate import fill_spool, make_config, make_group, with_experts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron_ranks import make_family
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.config_training import check_training
 from agentrl.errors import ConfigError
-from agentrl.events import NoEvents
+from agentrl.events import EventWriter, NoEvents, Step, read_folder
 from agentrl.training.balance import Tally, balance_of, loss_and_gradient, metrics_of
 from agentrl.training.intake import make_batch
 from agentrl.training.loop import train
@@ -232,6 +233,15 @@ def test_some_steps_bring_the_experts_nearer_to_even(mixture, config):
     assert told[0]["busiest_expert"] > told[-1]["busiest_expert"] + 0.05
 
 
+def test_a_steps_event_tells_how_even_the_experts_are(config, tmp_path):
+    config.training.steps = 1
+    fill_spool(config, range(2))
+    with closing(EventWriter(tmp_path / "events", "trainer")) as events:
+        train(config, attempt=1, stop=lambda: False, events=events)
+    (metrics,) = [one.metrics for one in read_folder(tmp_path / "events") if isinstance(one, Step)]
+    assert 1 < metrics["router_balance"] < metrics["busiest_expert"] < EXPERTS / EACH
+
+
 def test_fine_tuning_balances_on_one_cpu_process_as_well(config):
     rng = np.random.default_rng(0)
     traces = [
@@ -260,12 +270,16 @@ def test_what_cannot_be_balanced_says_what_to_set(config, changes, words):
         check_training(dataclasses.replace(config.training, **changes))
 
 
-def test_a_model_without_experts_is_refused_before_ranks_are_started(tiny_config):
+def test_a_model_without_experts_is_refused_before_ranks_are_started(tiny_config, tmp_path):
     tiny_config.training.router_balance_coef = 1e-3
     with pytest.raises(ConfigError, match=r"=0\.001: .* is a qwen3 without experts; set 0"):
         train(tiny_config, attempt=1, stop=lambda: False, events=NoEvents())
     with pytest.raises(ConfigError, match="without experts"), opened(tiny_config, []):
         pass
+    (tmp_path / "config.json").write_text("{")
+    tiny_config.model.path = str(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.json: .*; give a Hugging Face model folder"):
+        train(tiny_config, attempt=1, stop=lambda: False, events=NoEvents())
 
 
 def test_routers_that_tell_chances_for_logits_are_refused():
