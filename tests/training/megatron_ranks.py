@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -96,6 +97,13 @@ CASES = [
     ("qwen3_moe, replayed", 1, 1, 2, "padded"),
 ]
 """Family; tensor, expert, pipeline parallel; packing. Two ranks of 1 × 1 × 1: data parallel."""
+MOVES = {
+    ("qwen3", Layout()): Layout(tp=2),
+    ("qwen3_moe", Layout(tp=2, ep=2)): Layout(),
+    ("qwen3_moe, balanced", Layout(ep=2)): Layout(tp=2),
+    ("qwen3_moe, balanced", Layout(pp=2)): Layout(ep=2),
+}
+"""On what cut the state of some cases is taken over as well."""
 RUN = "a run"
 REFUSALS = "refusals"
 Numbers = dict[str, float]
@@ -126,6 +134,8 @@ def all_cases(rank: int, size: int, root: str) -> None:
 
 def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
     """Return how far both back ends are apart, before, in and after one step."""
+    from megatron.core import parallel_state
+
     from agentrl.training.megatron_backend import MegatronBackend
 
     config = make_config(folder.parent, folder)
@@ -133,6 +143,7 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
     config.training.lr = 1e-4
     config.training.entropy_coef = 0.01
     config.training.weight_decay = 0.1
+    config.training.max_grad_norm = 0.2  # of gradients of about 1, and of a weaker step's 0.1
     config.training.recompute = "layers" if layout.tp * layout.pp == 2 else "none"
     groups = [make_group(draw, [1, 0, 0, 1, 0]) for draw in (0, 1)]
     samples = make_batch(groups, 0, config, Counter()).samples
@@ -161,7 +172,17 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
         "router_balance": found.get("router_balance", 0.0),
     }
     fresh = MegatronBackend(folder, config, layout)
-    return numbers | go_on(megatron, fresh, reference, batches)
+    state = megatron.state()
+    weaker = [replace(batch, advantages=0.1 * batch.advantages) for batch in batches]
+    numbers |= go_on(state, weaker, straight=megatron, fresh=fresh, reference=reference)
+    if (cut := (folder.name, layout)) not in MOVES:
+        return numbers
+    ended = dict(megatron.export_hf())
+    parallel_state.destroy_model_parallel()
+    elsewhere = MegatronBackend(folder, config, MOVES[cut])
+    take_over(elsewhere, state)
+    elsewhere.train_step(weaker)
+    return numbers | {"resumed on another cut": apart(dict(elsewhere.export_hf()), ended)}
 
 
 def largest(one: torch.Tensor, other: torch.Tensor) -> float:
@@ -175,18 +196,24 @@ def apart(mine: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
     return max(largest(mine[name], other[name]) for name in mine)
 
 
-def go_on(megatron, fresh, reference, batches) -> Numbers:
+def go_on(state, batches, *, straight, fresh, reference) -> Numbers:
     """Return how far back ends that took the state over are from the one that went on."""
-    state = megatron.state()
-    kinds = ("exp_avg", "exp_avg_sq", "step")
-    leads = dist.get_rank() == 0
-    fresh.restore(state if leads else None, updates=state.updates, kinds=kinds)
+    take_over(fresh, state)
     reference.restore(state)  # of another layout, and another back end
-    for backend in (megatron, fresh, reference):
+    for backend in (straight, fresh, reference):
         backend.train_step(batches)
-    straight, resumed = dict(megatron.export_hf()), dict(fresh.export_hf())
-    other = dict(reference.export_hf())
-    return {"resumed": apart(straight, resumed), "resumed by torch": apart(straight, other)}
+    ended = dict(straight.export_hf())
+    return {
+        "resumed": apart(ended, dict(fresh.export_hf())),
+        "resumed by torch": apart(ended, dict(reference.export_hf())),
+    }
+
+
+def take_over(megatron, state) -> None:
+    """Restore rank 0's state on every rank."""
+    told = state if dist.get_rank() == 0 else None
+    kinds = ("exp_avg", "exp_avg_sq", "step")
+    megatron.restore(told, updates=state.updates, kinds=kinds)
 
 
 def refusals(folder: Path) -> dict[str, str]:

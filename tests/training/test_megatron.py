@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from fabricate import run_ranks
-from megatron_ranks import CASES, REFUSALS, RUN, Numbers, make_family, note
+from megatron_ranks import CASES, MOVES, REFUSALS, RUN, Numbers, make_family, note
 
 pytestmark = [
     pytest.mark.slow,
@@ -68,6 +68,13 @@ def test_a_state_is_taken_over_by_either_back_end(found, case):
     for numbers in found(case):
         assert numbers["resumed"] == 0, numbers
         assert numbers["resumed by torch"] < 1e-5, numbers
+
+
+def test_a_state_is_taken_over_on_another_cut(found):
+    every = [numbers for case in CASES for numbers in found(case)]
+    apart = [one["resumed on another cut"] for one in every if "resumed on another cut" in one]
+    assert len(apart) == 2 * len(MOVES)
+    assert max(apart) < 1e-5
 
 
 def test_what_megatron_cannot_do_is_refused_with_words(found):
