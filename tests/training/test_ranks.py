@@ -2,8 +2,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from fabricate import make_group, with_experts
 from megatron_ranks import make_family
 
@@ -104,6 +106,30 @@ def test_what_two_ranks_saved_one_goes_on_with_and_the_other_way_round(
             backend.train_step(batches)
         assert together.updates == alone.updates == 3
         assert_same(together.state().optimizer, alone.state().optimizer)
+
+
+def followers() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if "agentrl.training.follower" in child.cmdline()]
+
+
+def step_with_the_dead(model, config) -> None:
+    batches = batches_of(config)
+    with ranks.started(config) as world:
+        backend = TorchBackend(model, config, world=world)
+        backend.train_step(batches)
+        followers()[0].kill()
+        backend.train_step(batches)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_a_rank_that_is_killed_ends_the_step_at_once_and_nobody_is_left(tiny_model, tiny_config):
+    tiny_config.training.ranks = 2
+    with pytest.raises(RuntimeError):  # not after the longest wait, 45 minutes
+        step_with_the_dead(tiny_model, tiny_config)
+    assert not followers()
+    assert not dist.is_initialized()
 
 
 def test_gpus_that_are_not_there_are_named(tiny_config):
