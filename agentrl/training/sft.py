@@ -22,6 +22,7 @@ from agentrl.config import RunConfig
 from agentrl.errors import CheckpointError, DivergedError
 from agentrl.events import NoEvents, Writer
 from agentrl.handoff.publish import publish_json
+from agentrl.hf_shape import read_vocabulary
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import BackendState
 from agentrl.training.backends import open_backend
@@ -30,10 +31,12 @@ from agentrl.training.checkpoint import Checkpoint, Files
 from agentrl.training.model_folder import load_model, named_weights, write_model_folder
 from agentrl.training.muon import Muon
 from agentrl.training.sft_backed import BackedLearner, fitted
-from agentrl.training.traces import Trace, TraceBatch, deal, read_traces, stack
+from agentrl.training.traces import Trace, TraceBatch, check_words, deal, read_traces, stack
 
 log = logging.getLogger(__name__)
 DONE, SAVED = 0, 75
+SOME_WEIGHT = 1e-9
+"""Of a batch in which nobody wrote anything: its loss is 0, and no division of 0 by 0."""
 Progress = Callable[[int, int, float], None]
 """Told (step, steps, loss on the assistant's tokens) after each step."""
 
@@ -55,6 +58,7 @@ def run_sft(
     """
     rng.seed_all(config.seed)
     data = read_traces(traces)
+    check_words(data, read_vocabulary(Path(config.model.path)), traces)
     saved = _Saves(config, out, data, events or NoEvents())
     with opened(config, data) as learner:
         saved.load_into(learner)
@@ -141,7 +145,7 @@ class _Learner:
             [self.traces[index] for index in next(self._batches)], self.config.sft.context_weight
         )
         losses = token_losses(self.model, batch)
-        loss = (losses * batch.weights).sum() / batch.weights.sum()
+        loss = (losses * batch.weights).sum() / batch.weights.sum().clamp(min=SOME_WEIGHT)
         if not torch.isfinite(loss):
             raise DivergedError(
                 f"SFT step {self.step + 1}: loss {float(loss)}; lower sft.lr and sft.muon_lr"

@@ -64,6 +64,17 @@ def read_traces(source: Path) -> list[Trace]:
     return usable
 
 
+def check_words(traces: Sequence[Trace], vocabulary: int, source: Path) -> None:
+    """Raise RecordError for a trace with tokens that the model does not have."""
+    for number, trace in enumerate(traces):
+        least, most = int(trace.tokens.min()), int(trace.tokens.max())
+        if least < 0 or most >= vocabulary:
+            raise RecordError(
+                f"traces {source}: trace {number} has tokens {least} to {most}, and the model's "
+                f"vocabulary {vocabulary} words; make them with this model's tokenizer"
+            )
+
+
 def deal(traces: Sequence[Trace], batch: int, seed: int, epoch: int) -> list[list[int]]:
     """Return the batches of one epoch, as indices: every trace once, in an order by the seed."""
     rng = random.Random(f"{seed}/{epoch}")
@@ -108,7 +119,7 @@ def _parse(line: str, where: str) -> Trace:
             tokens=np.asarray(record["tokens"], dtype=np.int32),
             loss_mask=np.asarray(record["loss_mask"], dtype=np.bool_),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise RecordError(f"{where}: not a trace with tokens and loss_mask ({error!r})") from error
     if trace.tokens.ndim != 1 or trace.tokens.shape != trace.loss_mask.shape:
         raise RecordError(

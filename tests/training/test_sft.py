@@ -138,8 +138,33 @@ def test_traces_are_read_from_spool_files_too(tmp_path):
     assert traces[0].tokens.tolist() == make_group(3, [1, 0]).trajectories[0].tokens.tolist()
 
 
+@pytest.mark.parametrize("token", [-1, 64])
+def test_a_token_that_the_model_has_not_is_named_before_anything_is_learnt(
+    tiny_config, tmp_path, token
+):
+    trace = {"tokens": [1, token], "loss_mask": [False, True]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(trace))
+    words = r"trace 0 has tokens .* vocabulary 64 words"
+    with pytest.raises(RecordError, match=words):
+        run_sft(tiny_config, tmp_path / "t.jsonl", tmp_path / "out")
+
+
+def test_a_batch_in_which_nobody_wrote_anything_is_no_divergence(tiny_config, tmp_path):
+    masks = [[False, False, wrote] for wrote in (False, True, False)]
+    lines = [json.dumps({"tokens": [1, 2, 3], "loss_mask": mask}) for mask in masks]
+    (tmp_path / "t.jsonl").write_text("\n".join(lines))
+    tiny_config.sft.context_weight, tiny_config.sft.batch, tiny_config.sft.epochs = 0.0, 1, 1
+    assert run_sft(tiny_config, tmp_path / "t.jsonl", tmp_path / "out") == 0
+
+
 @pytest.mark.parametrize(
-    "line", ["{", '{"tokens": [1]}', '{"tokens": [1, 2], "loss_mask": [true]}']
+    "line",
+    [
+        "{",
+        '{"tokens": [1]}',
+        '{"tokens": [1, 2], "loss_mask": [true]}',
+        '{"tokens": [1, 9999999999], "loss_mask": [true, true]}',
+    ],
 )
 def test_a_line_that_is_no_trace_is_named(tmp_path, line):
     (tmp_path / "t.jsonl").write_text('{"tokens": [1, 2], "loss_mask": [false, true]}\n' + line)
