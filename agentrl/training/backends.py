@@ -40,10 +40,12 @@ def follow(config: RunConfig, world: World) -> None:
 
 
 def open_megatron(config: RunConfig) -> MegatronBackend:
-    """Return this rank's part. Raises ConfigError without a megatron-core that we know."""
-    require_megatron()
-    from agentrl.training.megatron_backend import MegatronBackend  # only with megatron-core
+    """Return this rank's part.
 
+    Raises ConfigError without a megatron-core that we know, for a cut that the model does not
+    have, and for weights that are not what its config asks for.
+    """
+    require_megatron()
     training = config.training
     layout = Layout(
         tp=training.tensor_parallel,
@@ -55,6 +57,8 @@ def open_megatron(config: RunConfig) -> MegatronBackend:
     shape = read_shape(read_config(folder))
     layout.check(shape)
     check_weights(WeightFiles(folder), shape)
+    from agentrl.training.megatron_backend import MegatronBackend  # takes half a minute
+
     return MegatronBackend(folder, config, layout)
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl.errors import CheckpointError, ConfigError, DivergedError
 from agentrl.events import NoEvents
+from agentrl.hf_shape import read_shape
 from agentrl.training.hf_map import Layout
 from agentrl.training.intake import make_batch
 from agentrl.training.led import Led, follow
@@ -246,7 +247,40 @@ def refusals(folder: Path) -> dict[str, str]:
         backend.weights.take("param", narrow)
     except CheckpointError as error:
         said["shape"] = str(error)
-    return said
+    return said | {"loop": loop_refused(), "router": router_dtype()}
+
+
+def mixture_config(dtype: torch.dtype):
+    from agentrl.training.megatron_layers import make_config
+
+    hf = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    hf |= {"moe_intermediate_size": 16, **SIZES}
+    return make_config(read_shape(hf), hf, Layout(pp=2), dtype)
+
+
+def loop_refused() -> str:
+    """Return what is said of Megatron's own local layers, one on this stage."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    from agentrl.training.grouped_experts import check_experts
+
+    spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, qk_layernorm=False)
+    mixture = build_module(spec.submodules.mlp, config=mixture_config(torch.float32))
+    try:
+        check_experts(mixture, 1)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def router_dtype() -> str:
+    """Return the dtype of a bfloat16 layer's router's logits."""
+    from agentrl.training.grouped_experts import Mixture
+
+    mixture = Mixture(mixture_config(torch.bfloat16))
+    hidden = torch.ones(3, 1, SIZES["hidden_size"], dtype=torch.bfloat16)
+    return str(mixture.router.gating(hidden).dtype)
 
 
 def run(rank: int, size: int, folder: str) -> Numbers:

@@ -31,6 +31,24 @@ def test_megatron_that_is_not_installed_is_refused_with_the_command(tiny_config)
         open_backend(tiny_config, ALONE)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="it is not installed")
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tensor_parallel": 3}, "tp=3 does not divide the model's 4 attention heads"),
+        ({"tensor_parallel": 4}, "tp=4 does not divide the model's 2 key-value heads"),
+        ({"expert_parallel": 2}, "ep=2: qwen3 has no experts"),
+        ({"pipeline_parallel": 4}, "pp=4 does not divide the model's 2 layers"),
+    ],
+)
+def test_a_cut_that_the_model_does_not_have_is_refused_before_megatron_is_imported(
+    tiny_config, changes, words
+):
+    tiny_config.training = dataclasses.replace(tiny_config.training, backend="megatron", **changes)
+    with pytest.raises(ConfigError, match=words):
+        open_backend(tiny_config, ALONE)
+
+
 @pytest.mark.parametrize("found", ["0.16.0", "0.20.0", "1.0"])
 def test_a_megatron_of_another_time_is_refused(tmp_path, monkeypatch, found):
     folder = tmp_path / f"megatron_core-{found}.dist-info"

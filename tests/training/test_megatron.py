@@ -91,6 +91,12 @@ def test_te_without_transformer_engine_says_what_to_install_or_set(found):
         assert "set training.megatron_layers=local" in said["te"]
 
 
+def test_a_loop_over_experts_is_refused_and_routers_compute_in_float32(found):
+    for said in found(REFUSALS):
+        assert "1 of 1 layers without grouped experts, so with a loop over them" in said["loop"]
+        assert said["router"] == "torch.float32"
+
+
 def test_a_gradient_that_is_no_number_changes_no_weight_on_any_stage(found):
     for said in found(REFUSALS):
         assert said["no number"].startswith("update 1: gradient norm nan")
