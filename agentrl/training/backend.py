@@ -57,8 +57,13 @@ def check_state(state: BackendState, names: Set[str]) -> None:
 
 
 def check_kinds(kinds: Iterable[str]) -> None:
-    """Raise CheckpointError for an optimizer's state that is not Adam's."""
-    if odd := sorted(set(kinds) - set(OPTIMIZER)):
+    """Raise CheckpointError for an optimizer's state that is not Adam's, or not all of it."""
+    if (found := set(kinds)) and (lost := sorted(set(OPTIMIZER) - found)):
+        raise CheckpointError(
+            f"checkpoint's optimizer state has no {', '.join(lost)}: a file of it is lost; take an "
+            "older checkpoint"
+        )
+    if odd := sorted(found - set(OPTIMIZER)):
         raise CheckpointError(
             f"checkpoint's optimizer state has {', '.join(odd)}, and Adam's is "
             f"{', '.join(OPTIMIZER)}: another program wrote it; to begin from its weights alone, "

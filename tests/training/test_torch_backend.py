@@ -156,6 +156,14 @@ def test_an_optimizer_state_of_another_program_is_refused(backend, tiny_config):
         backend.restore(dataclasses.replace(state, optimizer=state.optimizer | other))
 
 
+def test_an_optimizer_state_of_which_a_part_is_lost_is_refused(backend, tiny_config):
+    backend.train_step([stack(samples(tiny_config))])
+    state = backend.state()
+    kept = {name: one for name, one in state.optimizer.items() if not name.startswith("exp_avg_sq")}
+    with pytest.raises(CheckpointError, match=r"state has no exp_avg_sq"):
+        backend.restore(dataclasses.replace(state, optimizer=kept))
+
+
 def test_exported_weights_load_as_a_transformers_model(backend, tiny_config, tmp_path):
     backend.train_step([stack(samples(tiny_config))])
     write_model_folder(tmp_path / "out", backend.export_hf(), Path(tiny_config.model.path))
