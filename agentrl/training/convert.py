@@ -16,10 +16,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PublishError
 from agentrl.handoff.publish import fsync_folder, publish_json
 from agentrl.hf_shape import ModelShape, read_config, read_shape
 from agentrl.training.hf_map import Layout, Place, fuse, join, places, split, unfuse
@@ -107,8 +108,7 @@ def read_layout(folder: Path) -> Layout:
         return Layout(**json.loads((folder / LAYOUT).read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
-            f"{folder / LAYOUT}: not readable ({error}); give a folder that `convert --to "
-            "megatron` wrote"
+            f"{folder / LAYOUT}: not readable ({error}); give a folder that `agentrl convert` wrote"
         ) from error
 
 
@@ -220,9 +220,16 @@ class _Building:
         self.temporary.mkdir(parents=True)
         return self.temporary
 
-    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *rest: object
+    ) -> None:
         if kind is not None:
             shutil.rmtree(self.temporary)
+            if isinstance(error, SafetensorError | OSError):
+                raise PublishError(
+                    f"writing {self.out}: {error}; nothing is left of it. Free space there, or "
+                    "name another folder"
+                ) from error
             return
         fsync_folder(self.temporary)
         os.rename(self.temporary, self.out)

@@ -41,7 +41,8 @@ class Layout:
     def check(self, shape: ModelShape) -> None:
         """Raise ConfigError when `shape` cannot be cut so."""
         sizes = {"tp": self.tp, "ep": self.ep, "pp": self.pp}
-        if min(sizes.values()) < 1 or self.spec not in ("local", "te"):
+        is_whole = all(type(size) is int and size >= 1 for size in sizes.values())
+        if not is_whole or self.spec not in ("local", "te"):
             raise ConfigError(f"{self}: sizes must be 1 or more, spec local or te")
         if self.ep > 1 and not shape.experts:
             raise ConfigError(f"ep={self.ep}: {shape.family} has no experts; set ep=1")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PublishError
 from agentrl.handoff.publish import fsync_folder
 from agentrl.hf_shape import read_config, read_shape, why_unmapped
 from agentrl.training.weight_files import WEIGHTS_FILE, WeightFiles, check_finite, check_weights
@@ -90,17 +91,19 @@ def copy_side_files(source: Path, target: Path) -> None:
 
 
 def write_model_folder(out: Path, weights: Iterable[tuple[str, Tensor]], source: Path) -> None:
-    """Put a loadable model at `out`, replacing what was there; side files come from `source`."""
+    """Put a loadable model at `out`, replacing what was there; side files come from `source`.
+
+    Raises PublishError when the disk refuses; what was at `out` stays then.
+    """
     temporary = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    copy_side_files(source, temporary)
     named = {name: tensor.contiguous() for name, tensor in weights}
-    save_file(named, temporary / WEIGHTS_FILE, metadata={"format": "pt"})
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    fsync_folder(temporary)
+    try:
+        _write_folder(temporary, named, source)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise PublishError(
+            f"writing {out}: {error}; what was there stays. Free space there, then do it again"
+        ) from error
     if out.exists():
         old = out.with_name(f".{out.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -110,3 +113,14 @@ def write_model_folder(out: Path, weights: Iterable[tuple[str, Tensor]], source:
     else:
         os.rename(temporary, out)
     fsync_folder(out.parent)
+
+
+def _write_folder(temporary: Path, named: Mapping[str, Tensor], source: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    copy_side_files(source, temporary)
+    save_file(dict(named), temporary / WEIGHTS_FILE, metadata={"format": "pt"})
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    fsync_folder(temporary)

@@ -1,7 +1,9 @@
-"""One tiny model for all tests of training."""
+"""One tiny model for all tests of training, and a disk that is full."""
 
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,3 +20,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_config(tmp_path: Path, tiny_model: Path) -> RunConfig:
     return make_config(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def small_files_only() -> Iterator[None]:
+    """Any file over 200 kB fails with EFBIG while the fixture is in force, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import resource
 
 import numpy as np
 import pytest
@@ -129,15 +128,6 @@ def test_a_checkpoint_moved_aside_when_the_trainer_died_is_still_found(write):
     assert read_consumed(write.folder) == {0: "trained"}
     write(20, keep=2)
     assert sorted(os.listdir(write.folder)) == ["LATEST.json", "step-000010", "step-000020"]
-
-
-@pytest.fixture
-def small_files_only():
-    """Any file over 200 kB fails with EFBIG while the fixture is in force, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.usefixtures("small_files_only")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from agentrl.errors import ConfigError
+from agentrl.errors import ConfigError, PublishError
 from agentrl.hf_shape import FAMILIES, read_shape
 from agentrl.training import convert, hf_map
 from agentrl.training.hf_map import Layout
@@ -144,6 +145,30 @@ def test_a_tensor_that_is_missing_or_left_over_is_named(tmp_path):
     missing = write(tmp_path / "missing", config, tensors)
     with pytest.raises(ConfigError, match=r"no tensor model\.norm\.weight"):
         convert.to_megatron(missing, tmp_path / "m", Layout())
+
+
+@pytest.mark.usefixtures("small_files_only")
+def test_a_disk_that_is_full_is_told_and_leaves_nothing(tmp_path):
+    config = make_config("llama", vocab_size=3500)
+    tensors = make_tensors(config)
+    head = {"lm_head.weight": tensors.pop("lm_head.weight")}
+    source = write(tmp_path / "hf", config, tensors)
+    os.rename(source / "model.safetensors", source / "1.safetensors")
+    save_file(head, source / "2.safetensors")  # each file is under the limit, both together over
+    with pytest.raises(PublishError, match=r"writing .*m: .*nothing is left of it"):
+        convert.to_megatron(source, tmp_path / "m", Layout())
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"tp": "2"}', '{"tp": 1e300}', '{"width": 2}'])
+def test_a_megatron_folder_whose_layout_lies_is_refused(tmp_path, text):
+    config = make_config("llama")
+    convert.to_megatron(
+        write(tmp_path / "hf", config, make_tensors(config)), tmp_path / "m", Layout()
+    )
+    (tmp_path / "m" / convert.LAYOUT).write_text(text)
+    with pytest.raises(ConfigError, match=r"layout|sizes must be 1 or more"):
+        convert.to_hf(tmp_path / "m", tmp_path / "back")
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from agentrl.errors import RecordError
+from agentrl.errors import PublishError, RecordError
 from agentrl.handoff.spool import SpoolWriter
-from agentrl.training.model_folder import load_model
+from agentrl.training.model_folder import load_model, write_model_folder
 from agentrl.training.muon import Muon, orthogonalize
 from agentrl.training.packing import pack_step
 from agentrl.training.sft import run_sft, token_losses
@@ -113,6 +113,15 @@ def test_a_back_ends_loss_and_gradient_are_those_of_cross_entropy(
     for mine, other in zip(backend.model.parameters(), model.parameters(), strict=True):
         scale = min(1.0, 1 / found["grad_norm"])  # the back end's are clipped by now
         torch.testing.assert_close(mine.grad, other.grad * scale, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("small_files_only")
+def test_a_disk_too_full_for_the_result_leaves_what_was_there(tmp_path):
+    old, weights = tmp_path / "out", [("model.norm.weight", torch.ones(100_000))]
+    old.mkdir()
+    with pytest.raises(PublishError, match=r"writing .*out: .*what was there stays"):
+        write_model_folder(old, weights, old)
+    assert list(tmp_path.iterdir()) == [old]
 
 
 def test_a_checkpoint_of_other_traces_is_not_taken_up(tiny_config, tmp_path):
