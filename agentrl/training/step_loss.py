@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -115,7 +117,7 @@ def batch_loss(
     sums.add_gaps(batch.places, gap)
     sums.add("ratio", ratio)
     sums.add("ratio_square", ratio.square())
-    sums.add("capped", (importance < grpo.raw_ratio(old, engine)).float())
+    sums.add("capped", (ratio > (config.importance_cap or math.inf)).float())
     if len(old):
         clipped = grpo.clip_fraction(old, old, advantages, **clips)
         sums.add("clip_fraction", clipped.expand(len(old)))
