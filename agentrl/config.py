@@ -226,6 +226,8 @@ class TrainingConfig:
     """`cpu`, or `gpu`: CUDA or ROCm, whichever torch was built for."""
     ranks: int = 1
     """Processes of the trainer, one a GPU; FSDP2 cuts parameters and optimizer over them."""
+    share_gpus: bool = False
+    """Put several ranks on a GPU where there are fewer: to try a cut out, at a crawl."""
     backend: str = "torch"
     """`torch`: a transformers model, FSDP2. `megatron`: megatron-core, cut as the next keys say."""
     megatron_layers: str = "local"

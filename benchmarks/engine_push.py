@@ -5,8 +5,8 @@
 Each way takes other values of the same tensors to one engine under load, `--times` times: paused,
 received, proved by its hashes, resumed, as in a run; `seconds` is all of that, `parts` the time in
 each request. `disk`: published as a version, then read by the engine. `gloo`, `nccl`: broadcast
-from this process, which stands for the trainer; with fewer than two GPUs both ends of `nccl` are on
-one, which NCCL allows from the release that knows NCCL_MULTI_RANK_GPU_ENABLE.
+from this process, which stands for the trainer; where there is one GPU both ends of `nccl` are on
+it, and go over sockets: that shows that the way works, not how fast it is.
 Ratios: bytes a second of the receiving request over a plain read of the same file (disk), or a
 plain copy of as many bytes from one GPU to another, on one GPU within it (nccl).
 """
@@ -200,11 +200,14 @@ def main() -> None:
     parser.add_argument("keys", nargs="*")
     given = parser.parse_args()
     os.environ["NCCL_CUMEM_ENABLE"] = "0"  # as SGLang sets it, and both ends must
-    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    config = engine_config(given.engine, given.keys)
+    if torch.cuda.device_count() == 1:  # NCCL refuses two ranks of one host on one GPU
+        os.environ["NCCL_HOSTID"] = "trainer"
+        config.sglang.environment["NCCL_HOSTID"] = "engine"
     vocabulary = int(json.loads((given.model / "config.json").read_text())["vocab_size"])
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(
-            config=engine_config(given.engine, given.keys), model=given.model, folder=Path(folder),
+            config=config, model=given.model, folder=Path(folder),
             vocabulary=vocabulary, times=given.times,
         )  # fmt: skip
         found = asyncio.run(bench.measure(given.ways))

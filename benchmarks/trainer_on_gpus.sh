@@ -2,7 +2,7 @@
 # What the trainer's figures lack of a GPU, in parts of under ten minutes each:
 #   benchmarks/trainer_on_gpus.sh kernels [FOLDER]   one GPU: tests, log-probabilities, experts, export
 #   benchmarks/trainer_on_gpus.sh step [FOLDER]      one GPU: a step of the cut model, all sides
-#   benchmarks/trainer_on_gpus.sh two [FOLDER]       two GPUs: tests over NCCL, export and push
+#   benchmarks/trainer_on_gpus.sh two [FOLDER]       two GPUs: tests over NCCL (one will do), export, push
 # Results (JSON) and what was printed go to FOLDER (default: results-gpu). A part that fails does not
 # stop the next; the last line counts the failures. Needs the trainer's environment: torch for the
 # GPU, megatron-core, transformers; of peers (liger-kernel, cut-cross-entropy) those that are there.
@@ -38,7 +38,7 @@ bench() { # NAME SECONDS MODULE OPTIONS...
 nvidia-smi --query-gpu=name,driver_version --format=csv >"$out/gpus.txt" 2>&1 || rocm-smi >"$out/gpus.txt" 2>&1
 case $part in
 kernels)
-    run tests 180 "$python" -m pytest -q -m gpu -rs tests/training -k "not several_gpus"
+    run tests 180 "$python" -m pytest -q -m gpu -rs tests/training -k "not several_ranks"
     bench logprob_loss 240 logprob_loss --rounds 10
     bench experts_layer 60 experts_layer
     bench export_torch 60 export_push --layers 4 --rounds 3
@@ -57,7 +57,7 @@ step)
     ;;
 two)
     run tests_two 240 "$python" -m pytest -q -m gpu -rs tests/training tests/weights \
-        -k "several_gpus or nccl"
+        -k "several_ranks or nccl"
     bench export_push_torch 120 export_push --ranks 2 --layers 4 --rounds 3
     bench export_push_megatron 120 export_push --ranks 2 --layers 4 --rounds 3 --backend megatron
     ;;

@@ -21,7 +21,7 @@ def add_tile(
     """Take the logits of words `start` … into the running sums, in place."""
     rows, words = logits.shape
     _add_tile[(rows,)](
-        logits, targets, *sums, start, scale, words, logits.stride(0), BLOCK=2048, num_warps=2
+        logits, targets, *sums, start, scale, words, logits.stride(0), BLOCK=2048, num_warps=1
     )
 
 
@@ -32,7 +32,7 @@ def write_slope(
     targets, log_total, up_logprob, *entropies = known
     entropy, up_entropy = entropies or (log_total, up_logprob)
     rows, words = logits.shape
-    block = 1024
+    block = 4096
     _write_slope[(rows, triton.cdiv(words, block))](
         logits,
         out,
@@ -59,6 +59,22 @@ def to_half(tensor: Tensor) -> Tensor:
     count, block = flat.numel(), 4096
     _to_half[(triton.cdiv(count, block),)](flat, half, count, BLOCK=block, num_warps=8)
     return half
+
+
+def write_scaled(source: Tensor, unit: Tensor, answer: Tensor) -> None:
+    """Write `source` times `unit`, a single number, into `answer`; both contiguous."""
+    count, block = source.numel(), 4096
+    _write_scaled[(triton.cdiv(count, block),)](
+        source, unit, answer, count, BLOCK=block, num_warps=4
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _write_scaled(source, unit, answer, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < count
+    here = tl.load(source + places, mask=inside) * tl.load(unit)
+    tl.store(answer + places, here.to(answer.dtype.element_ty), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -94,25 +110,27 @@ def _add_tile(  # type: ignore[no-untyped-def]
     whole = words // BLOCK * BLOCK
     for first in tl.range(0, whole, BLOCK, num_stages=3):  # loads ahead, and no mask
         scaled = tl.load(line + first + columns).to(tl.float32) * factor
-        new_top = tl.maximum(top, tl.max(scaled, 0))
-        shares, shrink = tl.exp2(scaled - new_top), tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(shares, 0)
-        weighted = weighted * shrink + tl.sum(shares * scaled, 0)
-        top = new_top
+        top, total, weighted = _added(scaled, scaled, top, total, weighted)
     if whole < words:
         inside = whole + columns < words
         scaled = tl.load(line + whole + columns, mask=inside, other=float("-inf"))
         scaled = scaled.to(tl.float32) * factor
-        new_top = tl.maximum(top, tl.max(scaled, 0))
-        shares, shrink = tl.exp2(scaled - new_top), tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(shares, 0)
-        weighted = weighted * shrink + tl.sum(tl.where(inside, shares * scaled, 0.0), 0)
-        top = new_top
+        counted = tl.where(inside, scaled, 0.0)
+        top, total, weighted = _added(scaled, counted, top, total, weighted)
     tl.store(tops + row, top / LOG2_E)
     tl.store(totals + row, total)
     tl.store(weighteds + row, weighted / LOG2_E)
     if (place >= 0) & (place < words):
         tl.store(chosens + row, tl.load(line + place).to(tl.float32) * scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _added(scaled, counted, top, total, weighted):  # type: ignore[no-untyped-def]
+    new_top = tl.maximum(top, tl.max(scaled, 0))
+    shares, shrink = tl.exp2(scaled - new_top), tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(shares, 0)
+    weighted = weighted * shrink + tl.sum(shares * counted, 0)
+    return new_top, total, weighted
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import logging
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -122,14 +123,15 @@ def pick_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     if config.training.device == "cpu":
         return CPU
     found = torch.cuda.device_count()  # of ROCm, too
-    if local_rank >= found:
+    place = local_rank % found if found and config.training.share_gpus else local_rank
+    if place >= found:
         raise ConfigError(
             f"training.device=gpu, training.ranks={config.training.ranks}: torch "
-            f"{torch.__version__} sees {found} GPUs here; ask the cluster for more, or set "
-            "training.device=cpu"
+            f"{torch.__version__} sees {found} GPUs here; ask the cluster for more, set "
+            "training.share_gpus=true to try it out on these, or training.device=cpu"
         )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    torch.cuda.set_device(place)
+    return torch.device("cuda", place)
 
 
 @contextlib.contextmanager
@@ -199,6 +201,8 @@ def _start(config: RunConfig, rank: int, port: int) -> subprocess.Popen[str]:
 
 
 def _open(store: Store, rank: int, size: int, device: torch.device, config: RunConfig) -> World:
+    if config.training.share_gpus:  # NCCL refuses two ranks of one host on one GPU
+        os.environ["NCCL_HOSTID"] = f"{socket.gethostname()} rank {rank}"
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=_patience(config)

@@ -74,23 +74,20 @@ def test_on_a_gpu_megatron_is_as_near_to_float32_as_torch_is(tmp_path, family, l
         goes_on(ours, open_megatron(config), batches)
 
 
-def gpus(number):
-    found = torch.cuda.device_count()
-    return pytest.mark.skipif(found < number, reason=f"needs {number} GPUs, {found} are here")
+TWO = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 2, 1), (1, 1, 2)]
+FOUR = [(2, 2, 2), (1, 2, 2)]
 
 
 @pytest.mark.parametrize(
     ("tensor", "expert", "stages", "number"),
-    [
-        *(pytest.param(*cut, 2, marks=gpus(2)) for cut in [(1, 1, 1), (2, 1, 1), (1, 2, 1)]),
-        *(pytest.param(*cut, 2, marks=gpus(2)) for cut in [(2, 2, 1), (1, 1, 2)]),
-        *(pytest.param(*cut, 4, marks=gpus(4)) for cut in [(2, 2, 2), (1, 2, 2)]),
-    ],
+    [*((*cut, 2) for cut in TWO), *((*cut, 4) for cut in FOUR)],
 )
-def test_several_gpus_do_what_one_does(tmp_path, tensor, expert, stages, number):
+def test_several_ranks_do_what_one_does(tmp_path, tensor, expert, stages, number):
+    """Each on a GPU of its own, or sharing those that are here: NCCL either way."""
     _, config = make_run(tmp_path, "qwen3_moe", "local")
     alone = learned(config)
     config.training.ranks = number
+    config.training.share_gpus = torch.cuda.device_count() < number
     config.training.tensor_parallel, config.training.expert_parallel = tensor, expert
     config.training.pipeline_parallel = stages
     together = learned(config)

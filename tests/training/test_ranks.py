@@ -132,8 +132,9 @@ def test_a_rank_that_is_killed_ends_the_step_at_once_and_nobody_is_left(tiny_mod
     assert not dist.is_initialized()
 
 
-def test_gpus_that_are_not_there_are_named(tiny_config):
-    tiny_config.training.device = "gpu"
+@pytest.mark.parametrize("shares", [False, True])
+def test_gpus_that_are_not_there_are_named(tiny_config, shares):
+    tiny_config.training.device, tiny_config.training.share_gpus = "gpu", shares
     if torch.cuda.is_available():
         pytest.skip("there are some here")
     with pytest.raises(ConfigError, match="sees 0 GPUs here"), ranks.started(tiny_config):
