@@ -86,7 +86,7 @@ class Led:
 
 def follow(backend: Together, world: World, config: RunConfig) -> None:
     """Any other rank: take part in what rank 0 is called for, until it ends."""
-    with ShareWriter() as writer:
+    with ShareWriter(config.training.checkpoint_timeout_s) as writer:
         while take_part(backend, world, config, writer):
             pass
 

@@ -65,7 +65,7 @@ class ShareWriter:
     `limit_s`, nor the process for the thread when it ends.
     """
 
-    def __init__(self, limit_s: float = 600.0) -> None:
+    def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self._last: Future[Any] | None = None
 

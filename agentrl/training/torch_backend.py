@@ -116,7 +116,7 @@ class TorchBackend:
 
     def follow(self) -> None:
         """Take part in what rank 0 calls, until it ends."""
-        with ShareWriter() as writer:
+        with ShareWriter(self.config.checkpoint_timeout_s) as writer:
             while self._take_part(writer):
                 pass
 
