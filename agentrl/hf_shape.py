@@ -95,7 +95,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         raise ConfigError(why)
     is_moe = config["model_type"] == "qwen3_moe"
     heads, hidden = _size(config, "num_attention_heads"), _size(config, "hidden_size")
-    experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    has_local = config.get("num_local_experts") is not None
     return ModelShape(
         family=config["model_type"],
         layers=_size(config, "num_hidden_layers"),
@@ -105,7 +105,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         head_dim=_size(config, "head_dim", hidden // heads),
         inner=_size(config, "moe_intermediate_size" if is_moe else "intermediate_size"),
         vocabulary=_size(config, "vocab_size"),
-        experts=_size(config, experts) if is_moe else 0,
+        experts=_size(config, "num_local_experts" if has_local else "num_experts") if is_moe else 0,
         experts_per_token=_size(config, "num_experts_per_tok") if is_moe else 0,
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )
