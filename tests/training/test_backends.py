@@ -10,7 +10,7 @@ from fabricate import fill_spool
 
 from agentrl.config_checks import check
 from agentrl.config_training import check_training
-from agentrl.errors import ConfigError, LaunchError
+from agentrl.errors import ConfigError, LaunchError, RecordError
 from agentrl.events import NoEvents
 from agentrl.training.backends import open_backend, require_megatron
 from agentrl.training.intake import Intake
@@ -132,6 +132,17 @@ def test_whatever_the_loss_is_computed_from_is_in_the_checksum(tiny_config, name
     [first, *rest], _ = take(tiny_config)
     other = dataclasses.replace(first, **{name: getattr(first, name) + 1})
     assert digest([other, *rest]) != digest([first, *rest])
+
+
+def test_a_file_that_was_torn_or_written_again_since_rank_0_read_it_is_not_trained(tiny_config):
+    _, told = take(tiny_config)
+    path = tiny_config.run_dir / "spool" / "0" / "00000001.parquet"
+    fill_spool(tiny_config, range(1, 2), rewards=(0, 1, 1, 0))
+    with pytest.raises(LaunchError, match="changed while the step began"):
+        reread(told, tiny_config)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(RecordError, match=r"00000001\.parquet"):
+        reread(told, tiny_config)
 
 
 def test_a_rank_that_does_not_see_the_spool_says_so(tiny_config):
