@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a model's tensors: the families the trainer knows."""
+"""What a Hugging Face config says of a model's tensors, of the families we know, and their cut."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agentrl.errors import ConfigError
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe")
+Spec = Literal["local", "te"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,37 @@ class ModelShape:
                 f"num_experts_per_tok={self.experts_per_token}, num_experts={self.experts}: no "
                 "more a token than there are"
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """How a Megatron model is cut over ranks, and which names it has."""
+
+    tp: int = 1
+    ep: int = 1
+    pp: int = 1
+    spec: Spec = "local"
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise ConfigError when `shape` cannot be cut so."""
+        sizes = {"tp": self.tp, "ep": self.ep, "pp": self.pp}
+        is_whole = all(type(size) is int and size >= 1 for size in sizes.values())
+        if not is_whole or self.spec not in ("local", "te"):
+            raise ConfigError(f"{self}: sizes must be 1 or more, spec local or te")
+        if self.ep > 1 and not shape.experts:
+            raise ConfigError(f"ep={self.ep}: {shape.family} has no experts; set ep=1")
+        for size, name, number in (
+            ("tp", "attention heads", shape.heads),
+            ("tp", "key-value heads", shape.kv_heads),
+            ("tp", "feed-forward width", 0 if shape.experts else shape.inner),
+            ("ep", "experts", shape.experts),
+            ("pp", "layers", shape.layers),
+        ):
+            if number % sizes[size]:
+                raise ConfigError(
+                    f"{size}={sizes[size]} does not divide the model's {number} {name}; "
+                    f"take a {size} that does"
+                )
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from agentrl.hf_shape import read_shape
+from agentrl.hf_shape import Layout, read_shape
 from agentrl.training import ranks
-from agentrl.training.hf_map import Layout
 from benchmarks.logprob_loss import command, median_ms, versions
 from benchmarks.moe_step import SHAPE, described, settings
 

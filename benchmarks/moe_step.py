@@ -177,7 +177,7 @@ class Stock:
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
 
-        from agentrl.training.hf_map import Layout
+        from agentrl.hf_shape import Layout
         from agentrl.training.megatron_layers import make_config
 
         hf = described(layers)

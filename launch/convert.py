@@ -27,8 +27,8 @@ def main(argv: Sequence[str]) -> int:
     )
     arguments.add_argument("--bucket-mb", type=int, default=512, help="largest file, MiB")
     given = arguments.parse_args(argv)
+    from agentrl.hf_shape import Layout
     from agentrl.training import convert
-    from agentrl.training.hf_map import Layout
 
     if (given.source / convert.LAYOUT).is_file():
         count = convert.to_hf(

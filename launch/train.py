@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if given.dry_run:
         return cluster_run.show(config)
     check_model(config)
+    check_trainer(config)
     check_tasks(config)
     check_caps(config)
     line = command_line("train", argv)
@@ -81,6 +82,13 @@ def check_model(config: RunConfig) -> None:
             f"model.path={folder}: no model with config.json and tokenizer.json there; "
             "`agentrl prepare CONFIG` makes one if model.init=qwen3, else give its folder"
         )
+
+
+def check_trainer(config: RunConfig) -> None:
+    """Raise ConfigError for a model that the trainer could not take, before a job waits in vain."""
+    from agentrl.model_fit import check_fit  # it brings numpy
+
+    check_fit(config)
 
 
 def check_tasks(config: RunConfig) -> None:

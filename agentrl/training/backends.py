@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from agentrl.config import RunConfig
 from agentrl.errors import ConfigError
 from agentrl.hf_shape import read_config, read_shape
+from agentrl.model_fit import layout_of
 from agentrl.training.backend import Backend
-from agentrl.training.hf_map import Layout
 from agentrl.training.led import Led
 from agentrl.training.led import follow as follow_together
 from agentrl.training.ranks import World
@@ -46,13 +46,7 @@ def open_megatron(config: RunConfig) -> MegatronBackend:
     have, and for weights that are not what its config asks for.
     """
     require_megatron()
-    training = config.training
-    layout = Layout(
-        tp=training.tensor_parallel,
-        ep=training.expert_parallel,
-        pp=training.pipeline_parallel,
-        spec=training.megatron_layers,  # type: ignore[arg-type]  # checked by check_training
-    )
+    layout = layout_of(config.training)
     folder = Path(config.model.path)
     shape = read_shape(read_config(folder))
     layout.check(shape)

@@ -15,40 +15,18 @@ Sources: DeepSeek-V3, arXiv:2412.19437 eq. 17-20 (1e-4, sigmoid chances); Switch
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
 from agentrl.training.packing import MicroBatch
 from agentrl.training.replay import routers_of
 
 KEY = "training.router_balance_coef"
-COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names by which a config.json tells how many experts a layer has."""
-
-
-def check_balance(config: RunConfig) -> None:
-    """Refuse to balance a model that has no experts, before any of it is loaded."""
-    path = Path(config.model.path) / "config.json"
-    if not config.training.router_balance_coef or not path.is_file():
-        return  # a folder without a model is named when it is loaded
-    try:
-        told = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}; give a Hugging Face model folder") from error
-    if not any(told.get(name) for name in COUNTS):
-        raise ConfigError(
-            f"{KEY}={config.training.router_balance_coef}: {path.parent} is a "
-            f"{told.get('model_type')} without experts; set 0"
-        )
 
 
 def count_experts(

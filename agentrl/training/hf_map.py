@@ -19,45 +19,13 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.hf_shape import ModelShape
+from agentrl.hf_shape import Layout, ModelShape, Spec
 
 Cut = Literal["copy", "rows", "columns", "qkv", "gated", "vocabulary"]
 """How tensor parallelism cuts a tensor; `copy` is not cut."""
-Spec = Literal["local", "te"]
 HEAD = "output_layer.weight"
 VOCABULARY_MULTIPLE = 128
 """Of words on each rank: Megatron's make_vocab_size_divisible_by."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """How a Megatron model is cut over ranks, and which names it has."""
-
-    tp: int = 1
-    ep: int = 1
-    pp: int = 1
-    spec: Spec = "local"
-
-    def check(self, shape: ModelShape) -> None:
-        """Raise ConfigError when `shape` cannot be cut so."""
-        sizes = {"tp": self.tp, "ep": self.ep, "pp": self.pp}
-        is_whole = all(type(size) is int and size >= 1 for size in sizes.values())
-        if not is_whole or self.spec not in ("local", "te"):
-            raise ConfigError(f"{self}: sizes must be 1 or more, spec local or te")
-        if self.ep > 1 and not shape.experts:
-            raise ConfigError(f"ep={self.ep}: {shape.family} has no experts; set ep=1")
-        for size, name, number in (
-            ("tp", "attention heads", shape.heads),
-            ("tp", "key-value heads", shape.kv_heads),
-            ("tp", "feed-forward width", 0 if shape.experts else shape.inner),
-            ("ep", "experts", shape.experts),
-            ("pp", "layers", shape.layers),
-        ):
-            if number % sizes[size]:
-                raise ConfigError(
-                    f"{size}={sizes[size]} does not divide the model's {number} {name}; "
-                    f"take a {size} that does"
-                )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

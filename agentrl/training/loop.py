@@ -21,10 +21,10 @@ from agentrl.config import RunConfig
 from agentrl.engine import quarantine
 from agentrl.errors import DivergedError, Interrupted, NoSignalError, WaitTimeout
 from agentrl.events import Step, VersionEvent, Writer, now
+from agentrl.model_fit import check_fit
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import Backend
 from agentrl.training.backends import open_backend
-from agentrl.training.balance import check_balance
 from agentrl.training.checkpoint import Checkpoint
 from agentrl.training.engine_gaps import EngineGaps, gaps_by_age
 from agentrl.training.flops import Meter, open_meter
@@ -59,7 +59,7 @@ def train(
     Returns 0 when the run is done, 75 when `stop` asked for the end and everything is saved.
     Raises WaitTimeout, NoSignalError, DivergedError, PublishError, CheckpointError.
     """
-    check_balance(config)
+    check_fit(config)
     intake = Intake(config=config, consumed={}, events=events)  # refuses before ranks are started
     with contextlib.ExitStack() as open_ones:
         if backend is None:

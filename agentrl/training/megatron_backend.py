@@ -33,7 +33,7 @@ from megatron.core.tensor_parallel.random import (  # type: ignore[import-not-fo
 from torch import Tensor
 
 from agentrl.config import RunConfig
-from agentrl.hf_shape import ModelShape, read_shape
+from agentrl.hf_shape import Layout, ModelShape, read_shape
 from agentrl.training.backend import (
     OPTIMIZER,
     WHOLE,
@@ -46,7 +46,6 @@ from agentrl.training.backend import (
 from agentrl.training.balance import Balance, Tally, balance_of, metrics_of
 from agentrl.training.convert import fused_experts, single_experts
 from agentrl.training.grouped_experts import Mixture, check_experts
-from agentrl.training.hf_map import Layout
 from agentrl.training.megatron_attention import Rotary
 from agentrl.training.megatron_layers import make_body
 from agentrl.training.megatron_policy import MegatronPolicy

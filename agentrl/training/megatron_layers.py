@@ -35,9 +35,8 @@ from megatron.core.transformer.transformer_config import (  # type: ignore[impor
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.hf_shape import ModelShape
+from agentrl.hf_shape import Layout, ModelShape
 from agentrl.training.grouped_experts import Mixture, tell_mixture
-from agentrl.training.hf_map import Layout
 from agentrl.training.megatron_attention import PackedSelfAttention, rope_of
 
 if not hasattr(moe_utils, "te_general_gemm"):

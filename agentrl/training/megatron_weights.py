@@ -16,11 +16,10 @@ from megatron.core import parallel_state  # type: ignore[import-not-found, unuse
 from torch import Tensor, nn
 
 from agentrl.errors import CheckpointError
-from agentrl.hf_shape import ModelShape
+from agentrl.hf_shape import Layout, ModelShape
 from agentrl.training.backend import check_tensor
 from agentrl.training.hf_map import (
     HEAD,
-    Layout,
     Place,
     fuse,
     join,

@@ -11,9 +11,12 @@ import contextlib
 import datetime
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -30,13 +33,18 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its __al
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.config import RunConfig, to_yaml
-from agentrl.errors import ConfigError, LaunchError
+from agentrl.errors import AgentRLError, ConfigError, LaunchError
 from agentrl.training.backend import Part
 from agentrl.training.packing import MicroBatch
 
 log = logging.getLogger(__name__)
+LOST_S = 5.0
+"""Longest that a process may outlive its connections."""
 END_S = 300.0
 """Longest that a follower may take to leave once told to."""
+NOTICE_S = 30.0
+"""Longest that rank 0 may take to notice that a follower is gone. gloo's connections tell at once;
+NCCL within a node may not before its timeout, and who waits for groups asks nobody."""
 SLACK_S = 600.0
 """Beyond the longest waits, for groups and for a checkpoint: publishing."""
 
@@ -135,8 +143,12 @@ def pick_device(config: RunConfig, local_rank: int = 0) -> torch.device:
 
 
 @contextlib.contextmanager
-def started(config: RunConfig) -> Iterator[World]:
-    """Be rank 0: start the other ranks, and end them with the block."""
+def started(config: RunConfig, *, notice_s: float = NOTICE_S) -> Iterator[World]:
+    """Be rank 0: start the other ranks, and end them with the block.
+
+    Raises LaunchError when one of them has ended before; who does not come to see that within
+    notice_s is killed, for nothing that waits for a lost rank could end.
+    """
     device = pick_device(config)
     size = config.training.ranks
     if size == 1 and device.type == "cpu" and config.training.backend == "torch":
@@ -146,14 +158,24 @@ def started(config: RunConfig) -> Iterator[World]:
         "127.0.0.1", 0, size, is_master=True, timeout=_patience(config), wait_for_workers=False
     )
     followers = [_start(config, rank, store.port) for rank in range(1, size)]
+    is_ending = threading.Event()
+    watch = threading.Thread(target=_watch, args=(followers, is_ending, notice_s), daemon=True)
+    watch.start()
     try:
         world = _open(store, 0, size, device, config)
         yield world
+        is_ending.set()
         world.tell(END)
         dist.destroy_process_group()  # NCCL ends on all ranks or on none
         for rank, follower in enumerate(followers, 1):
             _await_end(rank, follower)
+    except RuntimeError as error:  # gloo's and NCCL's, which do not say whose end it was
+        if isinstance(error, AgentRLError) or not (lost := _lost(followers, LOST_S)):
+            raise
+        raise LaunchError(f"{lost}; its last words are in this role's log; {error}") from error
     finally:
+        is_ending.set()
+        watch.join()
         for follower in followers:
             follower.kill()
             follower.wait()
@@ -171,6 +193,33 @@ def _abandon(device: torch.device) -> None:
 
 END = 0
 """The call that ends the followers."""
+
+
+def _lost(followers: Sequence[subprocess.Popen[str]], limit_s: float = 0.0) -> str:
+    """Return which rank has ended, and how; '' when none has within the limit."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        for rank, follower in enumerate(followers, 1):
+            if (code := follower.poll()) is not None:
+                return f"trainer rank {rank} ended with {code}"
+        if time.monotonic() >= deadline:
+            return ""
+        time.sleep(0.05)
+
+
+def _watch(
+    followers: Sequence[subprocess.Popen[str]], is_ending: threading.Event, notice_s: float
+) -> None:
+    """End this process if it goes on, or hangs, though a follower is gone."""
+    lost = ""
+    while not lost:
+        if is_ending.wait(1.0):
+            return
+        lost = _lost(followers)
+    log.error("%s", lost)
+    if not is_ending.wait(notice_s):
+        log.critical("%s, and rank 0 waits for it after %g s: it is killed", lost, notice_s)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _await_end(rank: int, follower: subprocess.Popen[str]) -> None:

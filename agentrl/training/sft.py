@@ -23,10 +23,10 @@ from agentrl.errors import CheckpointError, DivergedError
 from agentrl.events import NoEvents, Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.hf_shape import read_vocabulary
+from agentrl.model_fit import check_fit
 from agentrl.training import checkpoint, ranks, rng
 from agentrl.training.backend import BackendState
 from agentrl.training.backends import open_backend
-from agentrl.training.balance import check_balance
 from agentrl.training.checkpoint import Checkpoint, Files
 from agentrl.training.model_folder import load_model, named_weights, write_model_folder
 from agentrl.training.muon import Muon
@@ -100,7 +100,7 @@ def opened(config: RunConfig, traces: list[Trace]) -> Iterator[Learner]:
     """One process on a CPU learns by itself, Muon and all; by the run's back end GPUs, ranks, and
     who balances experts."""
     training = config.training
-    check_balance(config)
+    check_fit(config)
     is_small = (training.device, training.ranks, training.backend) == ("cpu", 1, "torch")
     if is_small and not training.router_balance_coef:
         yield _Learner(config, load_model(Path(config.model.path)).train(), traces)

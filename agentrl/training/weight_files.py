@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.hf_shape import ModelShape
-from agentrl.training.hf_map import Layout, check_shape, places, shapes_of
+from agentrl.hf_shape import Layout, ModelShape
+from agentrl.training.hf_map import check_shape, places, shapes_of
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -22,6 +22,21 @@ from launch.progress import Bar, EventTail, Standing
 from launch.run_dir import RunDir, create, settled
 from launch.signals import StopFlag
 
+EIGHT_HEADS = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 96,
+}
+MEGATRON = [
+    "training.backend=megatron",
+    "training.device=gpu",
+    "training.ranks=3",
+    "training.tensor_parallel=3",
+]
+
 
 def small(folder: Path, **keys: object) -> RunConfig:
     return settled(RunConfig(name="r", runs_dir=str(folder), **keys))  # type: ignore[arg-type]
@@ -185,6 +200,26 @@ def test_a_missing_model_is_told_before_anything_starts(
     assert agentrl("train", str(path)) == 2
     assert "agentrl prepare" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (MEGATRON, "tp=3 does not divide the model's 8 attention heads"),
+        (["training.router_balance_coef=0.001"], "is a qwen3 without experts; set 0"),
+    ],
+)
+def test_a_model_that_the_trainer_cannot_take_is_told_before_a_job_is_queued(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: list[str], said: str
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(EIGHT_HEADS))
+    (model / "tokenizer.json").write_text("{}")
+    (tmp_path / "run.yaml").write_text(f"name: r\nruns_dir: {tmp_path}\nmodel: {{path: {model}}}\n")
+    assert agentrl("train", str(tmp_path / "run.yaml"), *keys) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_resume_changes_only_steps_and_timeouts(tmp_path: Path) -> None:

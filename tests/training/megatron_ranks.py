@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 
 from agentrl.errors import CheckpointError, ConfigError, DivergedError
 from agentrl.events import NoEvents
-from agentrl.hf_shape import read_shape
-from agentrl.training.hf_map import Layout
+from agentrl.hf_shape import Layout, read_shape
 from agentrl.training.intake import make_batch
 from agentrl.training.led import Led, follow
 from agentrl.training.loop import train

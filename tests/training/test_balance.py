@@ -278,7 +278,7 @@ def test_a_model_without_experts_is_refused_before_ranks_are_started(tiny_config
         pass
     (tmp_path / "config.json").write_text("{")
     tiny_config.model.path = str(tmp_path)
-    with pytest.raises(ConfigError, match=r"config\.json: .*; give a Hugging Face model folder"):
+    with pytest.raises(ConfigError, match=r"config\.json: not readable .*Hugging Face model"):
         train(tiny_config, attempt=1, stop=lambda: False, events=NoEvents())
 
 

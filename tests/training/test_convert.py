@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from agentrl.errors import ConfigError, PublishError
-from agentrl.hf_shape import FAMILIES, read_shape
+from agentrl.hf_shape import FAMILIES, Layout, read_shape
 from agentrl.training import convert, hf_map
-from agentrl.training.hf_map import Layout
 from agentrl.training.weight_files import INDEX
 
 SIZES = {

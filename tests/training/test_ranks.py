@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections import Counter
 
 import psutil
@@ -9,7 +12,8 @@ import torch.distributed as dist
 from fabricate import make_group, with_experts
 from megatron_ranks import make_family
 
-from agentrl.errors import ConfigError
+from agentrl.config import to_yaml
+from agentrl.errors import ConfigError, LaunchError
 from agentrl.training import checkpoint, ranks
 from agentrl.training.checkpoint import Checkpoint, Files, load_latest
 from agentrl.training.intake import make_batch
@@ -126,10 +130,34 @@ def step_with_the_dead(model, config) -> None:
 @pytest.mark.timeout(1200)
 def test_a_rank_that_is_killed_ends_the_step_at_once_and_nobody_is_left(tiny_model, tiny_config):
     tiny_config.training.ranks = 2
-    with pytest.raises(RuntimeError):  # not after the longest wait, 45 minutes
-        step_with_the_dead(tiny_model, tiny_config)
+    with pytest.raises(LaunchError, match=r"trainer rank 1 ended with -9; "):
+        step_with_the_dead(tiny_model, tiny_config)  # not after the longest wait, 45 minutes
     assert not followers()
     assert not dist.is_initialized()
+
+
+HANGS = """
+import sys, threading
+import psutil
+from agentrl.config import load
+from agentrl.training import ranks
+
+with ranks.started(load(sys.argv[1]), notice_s=0.5):
+    for child in psutil.Process().children():
+        child.kill()
+    threading.Event().wait(120)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_who_does_not_notice_that_a_rank_is_gone_is_killed(tiny_config, tmp_path):
+    tiny_config.training.ranks = 2
+    (tmp_path / "run.yaml").write_text(to_yaml(tiny_config))
+    command = [sys.executable, "-c", HANGS, tmp_path / "run.yaml"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert "trainer rank 1 ended with -9, and rank 0 waits for it" in ended.stderr
 
 
 @pytest.mark.parametrize("shares", [False, True])

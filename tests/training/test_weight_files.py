@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl.errors import ConfigError
+from agentrl.hf_shape import Layout
 from agentrl.training import convert
-from agentrl.training.hf_map import Layout
 from agentrl.training.model_folder import load_model
 from agentrl.training.weight_files import INDEX
 
