@@ -33,7 +33,7 @@ class Tile:
     """How many rows and words one product takes; its logits are in memory, 2 bytes each on a GPU.
 
     Large tiles are fast, for the last one's logits need not be computed again. Small ones save
-    memory. docs/training.md has figures of both.
+    memory. docs/trainer.md has figures of both.
     """
 
     whole_rows: int = 32_768
