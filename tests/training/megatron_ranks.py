@@ -21,7 +21,9 @@ from agentrl.training.led import Led, follow
 from agentrl.training.loop import train
 from agentrl.training.packing import pack
 from agentrl.training.ranks import END, World
+from agentrl.training.sft_backed import BackedLearner, fitted
 from agentrl.training.torch_backend import TorchBackend
+from agentrl.training.traces import Trace
 from agentrl.weights.version import latest
 
 SIZES = {
@@ -105,6 +107,7 @@ MOVES = {
 }
 """On what cut the state of some cases is taken over as well."""
 RUN = "a run"
+SFT = "fine-tuning"
 REFUSALS = "refusals"
 Numbers = dict[str, float]
 
@@ -129,7 +132,9 @@ def all_cases(rank: int, size: int, root: str) -> None:
     said = refusals(Path(root) / "qwen3")
     note(root, REFUSALS, rank).write_text(json.dumps(said))
     parallel_state.destroy_model_parallel()
-    note(root, RUN, rank).write_text(json.dumps(run(rank, size, str(Path(root) / "qwen3"))))
+    for case, work in ((RUN, run), (SFT, fine_tune)):
+        note(root, case, rank).write_text(json.dumps(work(rank, size, str(Path(root) / "qwen3"))))
+        parallel_state.destroy_model_parallel()
 
 
 def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
@@ -306,3 +311,40 @@ def run(rank: int, size: int, folder: str) -> Numbers:
     if rank:
         return {}
     return {"resumed": apart(ends[2], ends[0]), "moved": apart(ends[1], ends[0])}
+
+
+def fine_tune(rank: int, size: int, folder: str) -> Numbers:
+    """Learn traces by Megatron over the ranks and by torch alone; return how far they are apart."""
+    from agentrl.training.megatron_backend import MegatronBackend
+
+    world = World(rank=rank, size=size, control=dist.new_group(backend="gloo"))
+    config = make_config(Path(folder).parent, Path(folder))
+    config.training.ranks, config.training.packing = size, "packed"
+    config.sft.batch, config.sft.epochs, config.sft.lr = 3, 2, 1e-3
+    config.sft.context_weight = 0.1
+    traces = [
+        Trace(tokens=one.tokens, loss_mask=one.loss_mask)
+        for draw in range(3)
+        for one in make_group(draw, [1, 0, 1]).trajectories
+    ]
+    suited = fitted(config, len(traces))
+    backend = MegatronBackend(Path(folder), suited, Layout())
+    if rank:
+        follow(backend, world, suited)
+        return {}
+    alone = replace(suited, training=replace(suited.training, ranks=1))
+    learners = (
+        BackedLearner(suited, Led(backend, world), traces),
+        BackedLearner(alone, TorchBackend(Path(folder), alone), traces),
+    )
+    for one in learners:
+        while one.step < one.steps:
+            one.take_step()
+    ours, theirs = (dict(one.weights()) for one in learners)
+    world.tell(END)
+    first, last = learners[0].losses[0], learners[0].losses[-1]
+    return {
+        "weights": apart(ours, theirs),
+        "losses": largest(*(torch.tensor(one.losses) for one in learners)),
+        "learned": first - last,
+    }

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from fabricate import run_ranks
-from megatron_ranks import CASES, MOVES, REFUSALS, RUN, Numbers, make_family, note
+from megatron_ranks import CASES, MOVES, REFUSALS, RUN, SFT, Numbers, make_family, note
 
 pytestmark = [
     pytest.mark.slow,
@@ -106,3 +106,10 @@ def test_a_gradient_that_is_no_number_changes_no_weight_on_any_stage(found):
 def test_a_run_by_the_loop_resumes_as_if_it_had_never_stopped(found):
     numbers, _ = found(RUN)
     assert numbers["resumed"] == 0 < numbers["moved"]
+
+
+def test_traces_are_learned_by_both_back_ends_alike(found):
+    numbers, _ = found(SFT)
+    assert numbers["weights"] < 1e-5, numbers
+    assert numbers["losses"] < 1e-5, numbers
+    assert numbers["learned"] > 0.1, numbers
