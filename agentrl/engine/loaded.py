@@ -25,20 +25,22 @@ class LoadedModel:
     """A causal language model of transformers in float32, with the label of its weights.
 
     Every layer must attend to the whole context; the tensors of the checkpoint must have the
-    module's own names. Raises RecordError where either does not hold.
+    module's own names. Raises RecordError where either does not hold, and for a folder that
+    transformers cannot load; code in it is not run, and nothing is unpickled.
     """
 
     def __init__(self, folder: Path, *, version: str, context: int) -> None:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = _loaded(AutoConfig, folder)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise RecordError(
                 f"model {folder}: layers of kind {', '.join(sorted(kinds))}; the embedded engine "
                 "takes full attention only: use engine.kind=sglang"
             )
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
-        ).eval()
+        self.model = _loaded(
+            AutoModelForCausalLM, folder, dtype=torch.float32, attn_implementation="sdpa",
+            use_safetensors=True,
+        ).eval()  # fmt: skip
         self.folder = folder
         self.version = version
         self.vocabulary = int(config.vocab_size)
@@ -167,6 +169,17 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, opened.get_tensor(name)
         except Exception as error:  # safetensors' own class is not exported
             raise RecordError(f"weights {path}: not readable: {error}") from error
+
+
+def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
+    except (ValueError, OSError, LookupError) as error:
+        raise RecordError(
+            f"model {folder}: transformers cannot load it: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _stop_ids(folder: Path, config: Any) -> frozenset[int]:
