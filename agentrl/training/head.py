@@ -214,7 +214,8 @@ def _gradients(
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
     hidden_grad = _empty(hidden, _wide(hidden)).zero_() if needs_hidden else None
     weight_grad = _empty(weight, weight.dtype) if needs_weight else None
-    _fill(ctx, hidden, weight, known, unit, hidden_grad, weight_grad)
+    grads = {"hidden_grad": hidden_grad, "weight_grad": weight_grad}
+    _fill(ctx, hidden, weight, known, unit=unit, **grads)
     if hidden_grad is None:
         return None, weight_grad
     if ctx.shard:
@@ -229,6 +230,7 @@ def _fill(
     hidden: Tensor,
     weight: Tensor,
     known: Sequence[Tensor],
+    *,
     unit: Tensor,
     hidden_grad: Tensor | None,
     weight_grad: Tensor | None,
