@@ -16,15 +16,14 @@ COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def check_fit(config: RunConfig) -> None:
     """Raise ConfigError for a model that cannot be cut, balanced or replayed as the run says."""
     folder, training = Path(config.model.path), config.training
+    told = read_config(folder)
     if training.backend == "megatron":
-        layout_of(training).check(read_shape(read_config(folder)))
-    if training.router_balance_coef:
-        told = read_config(folder)
-        if not any(told.get(name) for name in COUNTS):
-            raise ConfigError(
-                f"training.router_balance_coef={training.router_balance_coef}: {folder} is a "
-                f"{told.get('model_type')} without experts; set 0"
-            )
+        layout_of(training).check(read_shape(told))
+    if training.router_balance_coef and not any(told.get(name) for name in COUNTS):
+        raise ConfigError(
+            f"training.router_balance_coef={training.router_balance_coef}: {folder} is a "
+            f"{told.get('model_type')} without experts; set 0"
+        )
     replayed_experts(config)
 
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from agentrl.engine.fused import TOLERANCE, FusedForward
 from agentrl.engine.kv_cache import RowCache
 from agentrl.errors import RecordError
+from agentrl.hf_load import load_safely, load_weights
 
 log = logging.getLogger(__name__)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, RowCache], torch.Tensor]
@@ -25,22 +26,21 @@ class LoadedModel:
     """A causal language model of transformers in float32, with the label of its weights.
 
     Every layer must attend to the whole context; the tensors of the checkpoint must have the
-    module's own names. Raises RecordError where either does not hold, and for a folder that
-    transformers cannot load; code in it is not run, and nothing is unpickled.
+    module's own names. Raises RecordError where either does not hold, ConfigError for a folder
+    that transformers cannot load.
     """
 
     def __init__(self, folder: Path, *, version: str, context: int) -> None:
-        config = _loaded(AutoConfig, folder)
+        config = load_safely(AutoConfig, folder)
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
             raise RecordError(
                 f"model {folder}: layers of kind {', '.join(sorted(kinds))}; the embedded engine "
                 "takes full attention only: use engine.kind=sglang"
             )
-        self.model = _loaded(
-            AutoModelForCausalLM, folder, dtype=torch.float32, attn_implementation="sdpa",
-            use_safetensors=True,
-        ).eval()  # fmt: skip
+        self.model = load_weights(
+            AutoModelForCausalLM, folder, dtype=torch.float32, attn_implementation="sdpa"
+        ).eval()
         self.folder = folder
         self.version = version
         self.vocabulary = int(config.vocab_size)
@@ -169,17 +169,6 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, opened.get_tensor(name)
         except Exception as error:  # safetensors' own class is not exported
             raise RecordError(f"weights {path}: not readable: {error}") from error
-
-
-def _loaded(kind: Any, folder: Path, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False, **options
-        )
-    except (ValueError, OSError, LookupError) as error:
-        raise RecordError(
-            f"model {folder}: transformers cannot load it: {type(error).__name__}: {error}"
-        ) from error
 
 
 def _stop_ids(folder: Path, config: Any) -> frozenset[int]:

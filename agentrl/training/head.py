@@ -136,7 +136,7 @@ class _Head(torch.autograd.Function):
         unit = _unit(ctx.scale, up_logprob, up_entropy, entropy)
         known = [targets, log_total, up_logprob / unit]
         known += [] if up_entropy is None else [entropy, up_entropy / unit]
-        grads = _gradients(ctx, hidden, weight, known, unit)
+        grads = _gradients(ctx, hidden, weight, known, unit=unit)
         return *grads, None, None, None, None, None
 
 
@@ -205,22 +205,23 @@ def _unit(scale: float, up_logprob: Tensor, up_entropy: Tensor | None, entropy: 
 
 
 def _gradients(
-    ctx: Any, hidden: Tensor, weight: Tensor, known: Sequence[Tensor], unit: Tensor
+    ctx: Any, hidden: Tensor, weight: Tensor, known: Sequence[Tensor], *, unit: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of hidden and weight.
 
     known: what `write_slope` needs of each row, upstream gradients in units.
     """
     needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    hidden_grad = _empty(hidden, _wide(hidden)).zero_() if needs_hidden else None
-    weight_grad = _empty(weight, weight.dtype) if needs_weight else None
-    grads = {"hidden_grad": hidden_grad, "weight_grad": weight_grad}
-    _fill(ctx, hidden, weight, known, unit=unit, **grads)
+    weight_grad = _empty(weight) if needs_weight else None
+    hidden_grad: Tensor | None = None
+    if needs_hidden:
+        hidden_grad = torch.zeros(hidden.shape, dtype=_wide(hidden), device=hidden.device)
+    _fill(ctx, hidden, weight, known, unit=unit, hidden_grad=hidden_grad, weight_grad=weight_grad)
     if hidden_grad is None:
         return None, weight_grad
     if ctx.shard:
         dist.all_reduce(hidden_grad, group=ctx.shard.group)
-    answer = _empty(hidden, hidden.dtype)
+    answer = _empty(hidden)
     _write_scaled(hidden_grad, unit, answer)
     return answer, weight_grad
 
@@ -308,9 +309,9 @@ def _spans(total: int, size: int) -> Iterator[slice]:
     return (slice(max(0, stop - size), stop) for stop in stops)
 
 
-def _empty(like: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty(like: Tensor) -> Tensor:
     """Return a contiguous one, however `like` lies."""
-    return torch.empty(like.shape, dtype=dtype, device=like.device)
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

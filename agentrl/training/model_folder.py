@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import ConfigError, PublishError
 from agentrl.handoff.publish import fsync_folder
+from agentrl.hf_load import load_weights
 from agentrl.hf_shape import read_config, read_shape, why_unmapped
 from agentrl.training.weight_files import WEIGHTS_FILE, WeightFiles, check_finite, check_weights
 
@@ -41,21 +42,14 @@ def load_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            dtype=dtype,
-            attn_implementation=attention,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (ValueError, OSError, LookupError) as error:
-        raise ConfigError(
-            f"model folder {folder}: transformers cannot load it: {type(error).__name__}: {error}"
-        ) from error
+    model, found = load_weights(
+        AutoModelForCausalLM,
+        folder,
+        dtype=dtype,
+        attn_implementation=attention,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
     _check_loaded(folder, found)
     check_finite(model.named_parameters(), folder)
     return cast(nn.Module, model)

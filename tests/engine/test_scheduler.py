@@ -11,7 +11,7 @@ import torch
 from agentrl.engine.batch import Batch
 from agentrl.engine.loaded import LoadedModel
 from agentrl.engine.scheduler import Scheduler
-from agentrl.errors import RecordError
+from agentrl.errors import ConfigError
 
 
 def test_callers_that_left_before_their_turn_are_passed_over(
@@ -36,10 +36,10 @@ def test_code_and_pickles_in_a_model_folder_are_refused(model: Path, tmp_path: P
     own = {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}}
     (folder / "config.json").write_text(json.dumps(told | own))
     (folder / "mine.py").write_text(f"open({str(folder / 'was run')!r}, 'w')")
-    with pytest.raises(RecordError, match="transformers cannot load it"):
+    with pytest.raises(ConfigError, match="transformers cannot load it"):
         LoadedModel(folder, version="0", context=256)
     assert not (folder / "was run").exists()
     (folder / "config.json").write_text(json.dumps(told))
     torch.save({}, folder / "pytorch_model.bin")
-    with pytest.raises(RecordError, match="transformers cannot load it"):
+    with pytest.raises(ConfigError, match="transformers cannot load it"):
         LoadedModel(folder, version="0", context=256)
