@@ -105,6 +105,30 @@ def check(config: RunConfig) -> None:
     check_cluster(config.cluster)
     check_engine(config.engine)
     check_training(config.training)
+    _check_gpus(config)
+
+
+def _check_gpus(config: RunConfig) -> None:
+    """Refuse to queue for nodes with fewer GPUs than their role is going to use.
+
+    Where a role asks for none, the site has a way of its own.
+    """
+    training, engine, cluster = config.training, config.engine, config.cluster
+    asked = {"trainer": cluster.trainer.gpus, "inference": cluster.inference.gpus}
+    if cluster.layout == "homogeneous":
+        asked = dict.fromkeys(asked, max(asked.values()))
+    needed = {}
+    if training.device == "gpu" and not training.share_gpus:
+        needed["trainer"] = (training.ranks, f"training.ranks={training.ranks}")
+    if engine.is_on_gpus:
+        shown = f"engine.count={engine.count} of engine.gpus_per_engine={engine.gpus_per_engine}"
+        needed["inference"] = (engine.count * engine.gpus_per_engine, shown)
+    for role, (gpus, shown) in needed.items():
+        if cluster.is_slurm and 0 < asked[role] < gpus:
+            raise ConfigError(
+                f"{shown}: a node of the {role} has to have {gpus} GPUs and cluster={cluster.name} "
+                f"asks for {asked[role]}; raise cluster.{role}.gpus_per_node, or lower the first"
+            )
 
 
 def _check_replay(config: RunConfig) -> None:

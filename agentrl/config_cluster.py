@@ -33,6 +33,13 @@ class RoleResources:
     srun: list[str] = field(default_factory=list)
     """More srun flags for this role, as --gpu-bind=closest."""
 
+    @property
+    def gpus(self) -> int:
+        """GPUs of one node that are asked for; 0 where neither key tells a number."""
+        named = [one.split(":") for one in self.gres.split(",")]
+        counts = [words[-1] for words in named if words[0] == "gpu"]
+        return self.gpus_per_node or sum(int(count) for count in counts if count.isdecimal())
+
 
 @dataclass
 class ClusterConfig:

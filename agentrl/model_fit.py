@@ -1,7 +1,11 @@
-"""Whether a run's trainer can take its model: told by config.json alone, before anything starts."""
+"""Whether a run's trainer is there and can take its model, told before anything starts.
+
+By config.json and by what is installed alone: neither torch nor Megatron is imported.
+"""
 
 from __future__ import annotations
 
+from importlib import metadata, util
 from pathlib import Path
 
 from agentrl.config import RunConfig, TrainingConfig
@@ -9,6 +13,8 @@ from agentrl.errors import ConfigError
 from agentrl.handoff.replayed import replayed_experts
 from agentrl.hf_shape import Layout, read_config, read_shape
 
+OLDEST, TOO_NEW = (0, 16, 1), (0, 20)
+INSTALL = "pip install 'megatron-core>=0.16.1,<0.20'"
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names by which a config.json tells how many experts a layer has."""
 
@@ -35,3 +41,25 @@ def layout_of(training: TrainingConfig) -> Layout:
         pp=training.pipeline_parallel,
         spec=training.megatron_layers,  # type: ignore[arg-type]  # checked by check_training
     )
+
+
+def require_megatron(training: TrainingConfig) -> None:
+    """Raise ConfigError where Megatron, or what its layers need, is not installed."""
+    try:
+        found = metadata.version("megatron-core")
+    except metadata.PackageNotFoundError as error:
+        raise ConfigError(
+            "training.backend=megatron: megatron-core is not installed where the trainer runs; "
+            f"{INSTALL} there, or set training.backend=torch"
+        ) from error
+    number = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
+    if not OLDEST <= number < TOO_NEW:
+        raise ConfigError(
+            f"training.backend=megatron: megatron-core {found} is installed, and the code was "
+            f"written against 0.16.1 and newer, below 0.20; {INSTALL}"
+        )
+    if training.megatron_layers == "te" and not util.find_spec("transformer_engine"):
+        raise ConfigError(
+            "training.megatron_layers=te: Transformer Engine is not installed where the trainer "
+            "runs; install it there, or set training.megatron_layers=local"
+        )

@@ -85,10 +85,12 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_trainer(config: RunConfig) -> None:
-    """Raise ConfigError for a model that the trainer could not take, before a job waits in vain."""
-    from agentrl.model_fit import check_fit  # it brings numpy
+    """Raise ConfigError for a trainer that could not start, before a job waits in vain."""
+    from agentrl.model_fit import check_fit, require_megatron  # they bring numpy
 
     check_fit(config)
+    if config.training.backend == "megatron" and not config.image:  # else it is in the image
+        require_megatron(config.training)
 
 
 def check_tasks(config: RunConfig) -> None:

@@ -121,6 +121,40 @@ def test_gpus_are_asked_for_in_one_way(tmp_path: Path) -> None:
         config.load(write(tmp_path, text))
 
 
+GPUS = """
+cluster: {name: mine, trainer: {gres: 'nvme,gpu:mi355x:4'}, inference: {gpus_per_node: 8}}
+training: {device: gpu, ranks: 4}
+engine: {kind: sglang, count: 4, gpus_per_engine: 2}
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], ""),
+        (
+            ["training.ranks=8"],
+            "training.ranks=8: a node of the trainer has to have 8 GPUs and .* 4;",
+        ),
+        (["training.ranks=8", "training.share_gpus=true"], ""),
+        (["training.ranks=8", "training.device=cpu"], ""),
+        (["training.ranks=8", "cluster.trainer.gres=''"], ""),  # asked for in a way of the site's
+        (["training.ranks=8", "cluster.layout=homogeneous"], ""),  # any node has what either asks
+        (["training.ranks=8", "cluster.name=local"], ""),
+        (["engine.count=5"], "engine.count=5 of engine.gpus_per_engine=2: a node of the inference"),
+    ],
+)
+def test_nodes_with_fewer_gpus_than_are_used_are_not_queued_for(
+    tmp_path: Path, overrides: list[str], said: str
+) -> None:
+    path = write(tmp_path, GPUS)
+    if said:
+        with pytest.raises(ConfigError, match=said):
+            config.load(path, overrides)
+    else:
+        config.load(path, overrides)
+
+
 def test_without_a_cluster_a_run_is_local() -> None:
     assert not ClusterConfig().is_slurm
     assert ClusterConfig(name="lab").is_slurm

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config import RunConfig
-from agentrl.errors import ConfigError
 from agentrl.hf_shape import read_config, read_shape
-from agentrl.model_fit import layout_of
+from agentrl.model_fit import layout_of, require_megatron
 from agentrl.training.backend import Backend
 from agentrl.training.led import Led
 from agentrl.training.led import follow as follow_together
@@ -19,9 +17,6 @@ from agentrl.training.weight_files import WeightFiles, check_weights
 
 if TYPE_CHECKING:
     from agentrl.training.megatron_backend import MegatronBackend
-
-OLDEST, TOO_NEW = (0, 16, 1), (0, 20)
-INSTALL = "pip install 'megatron-core>=0.16.1,<0.20'"
 
 
 def open_backend(config: RunConfig, world: World) -> Backend:
@@ -42,10 +37,10 @@ def follow(config: RunConfig, world: World) -> None:
 def open_megatron(config: RunConfig) -> MegatronBackend:
     """Return this rank's part.
 
-    Raises ConfigError without a megatron-core that we know, for a cut that the model does not
-    have, and for weights that are not what its config asks for.
+    Raises ConfigError without a megatron-core that we know, or its layers, for a cut that the model
+    does not have, and for weights that are not what its config asks for.
     """
-    require_megatron()
+    require_megatron(config.training)
     layout = layout_of(config.training)
     folder = Path(config.model.path)
     shape = read_shape(read_config(folder))
@@ -54,19 +49,3 @@ def open_megatron(config: RunConfig) -> MegatronBackend:
     from agentrl.training.megatron_backend import MegatronBackend  # takes half a minute
 
     return MegatronBackend(folder, config, layout)
-
-
-def require_megatron() -> None:
-    try:
-        found = metadata.version("megatron-core")
-    except metadata.PackageNotFoundError as error:
-        raise ConfigError(
-            "training.backend=megatron: megatron-core is not installed where the trainer runs; "
-            f"{INSTALL} there, or set training.backend=torch"
-        ) from error
-    number = tuple(int(part) for part in found.split(".")[:3] if part.isdigit())
-    if not OLDEST <= number < TOO_NEW:
-        raise ConfigError(
-            f"training.backend=megatron: megatron-core {found} is installed, and the code was "
-            f"written against 0.16.1 and newer, below 0.20; {INSTALL}"
-        )

@@ -123,6 +123,7 @@ def join(environment: Mapping[str, str], config: RunConfig) -> World:
         is_master=False,
         timeout=_patience(config),
     )
+    store.set(_here(rank), "")
     return _open(store, rank, size, device, config)
 
 
@@ -131,13 +132,14 @@ def pick_device(config: RunConfig, local_rank: int = 0) -> torch.device:
     if config.training.device == "cpu":
         return CPU
     found = torch.cuda.device_count()  # of ROCm, too
-    place = local_rank % found if found and config.training.share_gpus else local_rank
-    if place >= found:
+    needed = 1 if config.training.share_gpus else config.training.ranks  # all are on this node
+    if needed > found:
         raise ConfigError(
             f"training.device=gpu, training.ranks={config.training.ranks}: torch "
             f"{torch.__version__} sees {found} GPUs here; ask the cluster for more, set "
             "training.share_gpus=true to try it out on these, or training.device=cpu"
         )
+    place = local_rank % found
     torch.cuda.set_device(place)
     return torch.device("cuda", place)
 
@@ -146,8 +148,9 @@ def pick_device(config: RunConfig, local_rank: int = 0) -> torch.device:
 def started(config: RunConfig, *, notice_s: float = NOTICE_S) -> Iterator[World]:
     """Be rank 0: start the other ranks, and end them with the block.
 
-    Raises LaunchError when one of them has ended before; who does not come to see that within
-    notice_s is killed, for nothing that waits for a lost rank could end.
+    Raises ConfigError where there is no GPU for each, LaunchError when one of them has ended before
+    or does not come; who does not come to see that within notice_s is killed, for nothing that
+    waits for a lost rank could end.
     """
     device = pick_device(config)
     size = config.training.ranks
@@ -157,11 +160,14 @@ def started(config: RunConfig, *, notice_s: float = NOTICE_S) -> Iterator[World]
     store = TCPStore(
         "127.0.0.1", 0, size, is_master=True, timeout=_patience(config), wait_for_workers=False
     )
-    followers = [_start(config, rank, store.port) for rank in range(1, size)]
+    followers: list[subprocess.Popen[str]] = []
     is_ending = threading.Event()
     watch = threading.Thread(target=_watch, args=(followers, is_ending, notice_s), daemon=True)
     watch.start()
     try:
+        for rank in range(1, size):
+            followers.append(_start(config, rank, store.port))
+        _await_all(store, followers, _patience(config))
         world = _open(store, 0, size, device, config)
         yield world
         is_ending.set()
@@ -181,6 +187,26 @@ def started(config: RunConfig, *, notice_s: float = NOTICE_S) -> Iterator[World]
             follower.wait()
         if dist.is_initialized():
             _abandon(device)
+
+
+def _here(rank: int) -> str:
+    """Return the store's key by which a follower says that it has come."""
+    return f"rank {rank} is here"
+
+
+def _await_all(
+    store: Store, followers: Sequence[subprocess.Popen[str]], patience: datetime.timedelta
+) -> None:
+    """Wait until the followers have come: who joins groups before waits for who never comes."""
+    limit_s = patience.total_seconds()
+    deadline = time.monotonic() + limit_s
+    words = "its last words are in this role's log"
+    for rank in range(1, len(followers) + 1):
+        while not store.check([_here(rank)]):
+            if lost := _lost(followers, 0.05):
+                raise LaunchError(f"{lost} before it took its place; {words}")
+            if time.monotonic() > deadline:
+                raise LaunchError(f"trainer rank {rank} has not come in {limit_s:g} s; {words}")
 
 
 def _abandon(device: torch.device) -> None:
@@ -244,8 +270,9 @@ def _start(config: RunConfig, rank: int, port: int) -> subprocess.Popen[str]:
         text=True,
     )
     assert process.stdin is not None
-    process.stdin.write(to_yaml(config))
-    process.stdin.close()
+    with contextlib.suppress(BrokenPipeError):  # it has ended, and is waited for in vain
+        process.stdin.write(to_yaml(config))
+        process.stdin.close()
     return process
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import children, is_gone
 
 from containers.following import follow
 from slurm.lab_process import wait_for
@@ -38,14 +39,7 @@ def start(script: str) -> subprocess.Popen[str]:
 
 
 def sleeper(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(process.pid).children(recursive=True)
-
-
-def gone(one: psutil.Process) -> bool:
-    try:
-        return one.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+    return children(process.pid, is_deep=True)
 
 
 def test_both_streams_are_heard_and_the_code_comes_back() -> None:
@@ -64,7 +58,7 @@ def test_a_signal_to_us_alone_leaves_nothing_running(number: signal.Signals) -> 
         process.send_signal(number)
         assert process.wait(timeout=60) != 0
     assert len(tree) >= 3
-    wait_for(lambda: all(map(gone, tree)), 30.0, f"the end of {tree}")
+    wait_for(lambda: all(map(is_gone, tree)), 30.0, f"the end of {tree}")
 
 
 def test_what_hears_ends_the_program_by_failing(tmp_path: Path) -> None:

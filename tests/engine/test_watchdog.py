@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import children, is_gone
 
 from agentrl import events
 from agentrl.config import EngineConfig
@@ -159,27 +160,20 @@ def test_an_idle_engine_that_stops_is_found_by_the_probe(tmp_path: Path, model: 
 
 def test_a_child_that_left_the_group_is_killed_too(tmp_path: Path, model: Path) -> None:
     async def body(case: Case) -> None:
-        tree = psutil.Process(case.pids()[0])
+        engine = case.pids()[0]
         case.order("deaf")
+        strays: list[psutil.Process] = []
 
-        def strays() -> list[psutil.Process]:
-            return [one for one in tree.children(recursive=True) if one.name() == "sleep"]
+        def started() -> bool:
+            strays[:] = children(engine, having="sleep", is_deep=True)
+            return bool(strays)
 
-        await eventually(lambda: bool(strays()), "the child was started")
-        stray = strays()[0]
+        await eventually(started, "the child was started")
         await eventually(lambda: case.supervisor.urls() == [], "taken out")
         await eventually(lambda: len(case.supervisor.urls()) == 1, "serves again")
-        await eventually(lambda: is_gone(stray), "the child was killed")
+        await eventually(lambda: is_gone(strays[0]), "the child was killed")
 
     run(Case(tmp_path), model, body)
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """It has ended, be it that nobody has asked for its code yet."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 WITHOUT_GRAPHS = "--cuda-graph-backend-decode disabled"

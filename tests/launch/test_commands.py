@@ -36,6 +36,7 @@ MEGATRON = [
     "training.ranks=3",
     "training.tensor_parallel=3",
 ]
+TE = ["training.backend=megatron", "training.device=gpu", "training.megatron_layers=te"]
 
 
 def small(folder: Path, **keys: object) -> RunConfig:
@@ -206,6 +207,7 @@ def test_a_missing_model_is_told_before_anything_starts(
     ("keys", "said"),
     [
         (MEGATRON, "tp=3 does not divide the model's 8 attention heads"),
+        (TE, "training.megatron_layers=te: Transformer Engine is not installed"),
         (["training.router_balance_coef=0.001"], "is a qwen3 without experts; set 0"),
     ],
 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from processes import is_gone
 
 from agentrl import config as schema
 from agentrl.config import RunConfig
@@ -67,13 +68,6 @@ Start = Callable[..., "subprocess.Popen[str]"]
 def finish(launcher: subprocess.Popen[str]) -> tuple[int, str]:
     said, _ = launcher.communicate(timeout=180)
     return launcher.returncode, said
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_finished_run_leaves_records_of_both_roles_and_a_ledger_line(
@@ -148,7 +142,7 @@ def test_a_second_ctrl_c_kills_what_does_not_listen(run: RunDir, start: Start) -
     until(lambda: re.search("asked to stop", launcher.stdout.readline()), "it heard")  # type: ignore[union-attr]
     launcher.send_signal(signal.SIGINT)
     assert finish(launcher)[0] == 75
-    assert not is_alive(int(up.read_text()))
+    assert is_gone(int(up.read_text()))
 
 
 def test_a_time_limit_signal_saves_and_begins_another_attempt(run: RunDir, start: Start) -> None:
@@ -179,7 +173,7 @@ def test_a_killed_launcher_leaves_nothing_and_its_attempt_is_told(
     until(lambda: up.is_file() and up.read_text(), "the trainer is up")
     launcher.kill()
     launcher.wait()
-    until(lambda: not is_alive(int(up.read_text())), "the trainer's end")
+    until(lambda: is_gone(int(up.read_text())), "the trainer's end")
     assert status.facts(run)["state"].startswith("lost")
     assert begin_attempt(run, ["again"]) == 2
     [line] = ledger.read(run.path)

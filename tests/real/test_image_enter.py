@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from image_toys import FLAGS, binds, make_skeleton, needs_apptainer
+from processes import children
 
 from containers import sif
 from containers.entering import Container, enter_script
@@ -110,9 +110,8 @@ def test_signals_to_the_step_reach_the_role_and_its_code_comes_back(made: Contai
     with entered(made, uuid.uuid4().hex, "python3", "-u", "-c", LISTENS) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        for child in psutil.Process(process.pid).children():
-            if child.name() == "squashfuse_ll":  # as Slurm does to every process of a step
-                child.send_signal(signal.SIGUSR2)
+        for child in children(process.pid, having="squashfuse_ll"):
+            child.send_signal(signal.SIGUSR2)  # as Slurm does to every process of a step
         os.kill(process.pid, signal.SIGUSR2)
         assert process.stdout.readline() == "SIGUSR2 True\n"
         os.kill(process.pid, signal.SIGTERM)

@@ -19,6 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from processes import words
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
@@ -190,7 +191,7 @@ class Case:
         return psutil.Process(process.pid).children(recursive=True)
 
     def stop(self, name: str) -> None:
-        found = [one for one in self.processes() if name in " ".join(one.cmdline())]
+        found = [one for one in self.processes() if name in " ".join(words(one))]
         assert found
         for one in found:
             one.send_signal(signal.SIGSTOP)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from docker_toys import why_no_docker
+from processes import children, is_gone
 
 from agentrl.config import SandboxConfig
 from agentrl.sandbox.base import Sandbox, SandboxProvider
@@ -85,7 +86,7 @@ class Box:
 
     def has_nothing(self) -> bool:
         """Whether no sandbox, lease or process of one is left."""
-        machines = self.service.machines if self.service else psutil.Process().children()
+        machines = self.service.machines if self.service else children()
         return not machines and not any(self.leases.glob("*"))
 
 
@@ -94,15 +95,8 @@ def sleepers(seconds: str) -> list[psutil.Process]:
     return [
         process
         for process in psutil.process_iter(["cmdline"])
-        if process.info["cmdline"] == ["sleep", seconds] and is_alive(process)
+        if process.info["cmdline"] == ["sleep", seconds] and not is_gone(process)
     ]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
 
 
 async def until(happens: Callable[[], object], *, in_thread: bool = False) -> None:

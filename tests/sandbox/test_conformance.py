@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from boxes import sleepers, until
+from processes import children
 
 from agentrl.errors import SandboxLost, SandboxStartError
 from agentrl.sandbox.base import Sandbox, SandboxProvider
@@ -311,7 +312,7 @@ def test_a_cancelled_start_leaves_nothing(box: Any, moment: str) -> None:
         "at once": lambda: True,
         "when leased": lambda: list(box.leases.iterdir()),
         # of a service's sandbox nothing is seen here but its lease
-        "when running": lambda: box.kind in ("docker", "e2b") or psutil.Process().children(),
+        "when running": lambda: box.kind in ("docker", "e2b") or children(),
     }
 
     async def body(provider: SandboxProvider) -> None:

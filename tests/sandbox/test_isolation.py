@@ -9,7 +9,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import psutil
+from processes import children
 
 from agentrl.sandbox.base import Sandbox, SandboxProvider
 
@@ -144,7 +144,7 @@ def test_a_fork_bomb_is_contained_and_the_sandbox_usable(sealed: Any) -> None:
         bomb = asyncio.ensure_future(sandbox.exec(BOMB + " sleep 2", timeout_s=1.5))
         peak = 0
         while not bomb.done():
-            peak = max(peak, len(psutil.Process(sandbox.pid).children(recursive=True)))
+            peak = max(peak, len(children(sandbox.pid, is_deep=True)))
             await asyncio.sleep(0.05)
         await sandbox.stop_processes()
         return peak, await sandbox.exec("echo alive; ps ax | wc -l", timeout_s=30)

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from boxes import loopback, sleepers, until
+from processes import children
 
 from agentrl.config import SandboxConfig
 from agentrl.sandbox import cgroups, lease
@@ -64,7 +65,7 @@ class Owner:
 
     def has_begun(self) -> bool:
         """Whether a process of a sandbox, or what a service holds, is there."""
-        return bool(psutil.Process(self.process.pid).children() or self.at_service())
+        return bool(children(self.process.pid) or self.at_service())
 
     def is_ready(self) -> bool:
         assert self.process.stdout is not None

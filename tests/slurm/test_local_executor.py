@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import role_functions as roles
+from processes import is_gone
 from submitit.core.utils import FailedJobError, UncompletedJobError
 
 from agentrl.errors import LaunchError
@@ -26,16 +27,9 @@ def until(claim: Callable[[], bool], what: str, deadline_s: float = 120.0) -> No
         time.sleep(0.02)
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def until_gone(pids: list[int]) -> None:
     """A process that was killed is there until the kernel has taken it down."""
-    until(lambda: not any(is_alive(pid) for pid in pids), f"the end of {pids}")
+    until(lambda: all(map(is_gone, pids)), f"the end of {pids}")
 
 
 def pids_in(folder: Path) -> list[int]:
@@ -122,7 +116,7 @@ def test_a_role_starts_again_while_the_other_stays(tmp_path: Path) -> None:
     until(lambda: job.returncode("trainer") == 0, "the trainer's end")
     job.start("trainer")
     until(lambda: job.returncode("trainer") == 0, "its second end")
-    assert is_alive(inference)
+    assert not is_gone(inference)
     assert job.stdout("trainer") == "hello from t\nhello from t\n"
     with pytest.raises(LaunchError, match="still runs"):
         job.start("inference")

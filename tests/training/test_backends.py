@@ -12,7 +12,8 @@ from agentrl.config_checks import check
 from agentrl.config_training import check_training
 from agentrl.errors import ConfigError, LaunchError, RecordError
 from agentrl.events import NoEvents
-from agentrl.training.backends import open_backend, require_megatron
+from agentrl.model_fit import require_megatron
+from agentrl.training.backends import open_backend
 from agentrl.training.intake import Intake
 from agentrl.training.packing import pack_step
 from agentrl.training.ranks import ALONE
@@ -50,13 +51,13 @@ def test_a_cut_that_the_model_does_not_have_is_refused_before_megatron_is_import
 
 
 @pytest.mark.parametrize("found", ["0.16.0", "0.20.0", "1.0"])
-def test_a_megatron_of_another_time_is_refused(tmp_path, monkeypatch, found):
+def test_a_megatron_of_another_time_is_refused(tmp_path, tiny_config, monkeypatch, found):
     folder = tmp_path / f"megatron_core-{found}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Name: megatron-core\nVersion: {found}\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=f"megatron-core {found} is installed"):
-        require_megatron()
+        require_megatron(tiny_config.training)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
 from collections import Counter
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from fabricate import make_group, with_experts
 from megatron_ranks import make_family
+from processes import children
 
 from agentrl.config import to_yaml
 from agentrl.errors import ConfigError, LaunchError
@@ -112,9 +113,7 @@ def test_what_two_ranks_saved_one_goes_on_with_and_the_other_way_round(
         assert_same(together.state().optimizer, alone.state().optimizer)
 
 
-def followers() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if "agentrl.training.follower" in child.cmdline()]
+FOLLOWER = "agentrl.training.follower"
 
 
 def step_with_the_dead(model, config) -> None:
@@ -122,7 +121,7 @@ def step_with_the_dead(model, config) -> None:
     with ranks.started(config) as world:
         backend = TorchBackend(model, config, world=world)
         backend.train_step(batches)
-        followers()[0].kill()
+        children(having=FOLLOWER)[0].kill()
         backend.train_step(batches)
 
 
@@ -132,7 +131,18 @@ def test_a_rank_that_is_killed_ends_the_step_at_once_and_nobody_is_left(tiny_mod
     tiny_config.training.ranks = 2
     with pytest.raises(LaunchError, match=r"trainer rank 1 ended with -9; "):
         step_with_the_dead(tiny_model, tiny_config)  # not after the longest wait, 45 minutes
-    assert not followers()
+    assert not children(having=FOLLOWER)
+    assert not dist.is_initialized()
+
+
+def test_a_rank_that_ends_before_it_has_come_is_named_at_once(tiny_config, monkeypatch):
+    tiny_config.training.ranks = 3
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))  # as one whose imports fail
+    with (
+        pytest.raises(LaunchError, match=r"rank 1 ended with 1 before it took its place; its last"),
+        ranks.started(tiny_config),
+    ):
+        pass
     assert not dist.is_initialized()
 
 
