@@ -176,13 +176,16 @@ def _of_kv_cache(config: RunConfig, host: Host | None, model: ModelShape | None)
     if engine.kind == "sglang":
         total, source = engine.sglang.max_total_tokens, "engine.sglang.max_total_tokens"
         if not total:
-            if host is None or not host.gpu_memory_mb or model is None:
+            gpu_mb = (
+                host.gpu_memory_mb if host is not None else config.cluster.inference.gpu_gb << 10
+            )
+            if not gpu_mb or model is None:
                 return
             fraction = engine.sglang.mem_fraction or ASSUMED_MEM_FRACTION
-            room_mb = host.gpu_memory_mb * engine.gpus_per_engine * fraction - model.weights_mb
+            room_mb = gpu_mb * engine.gpus_per_engine * fraction - model.weights_mb
             total = int(room_mb * (1 << 20) / model.kv_bytes)
             source = (
-                f"{host.gpu_memory_mb} MiB a GPU × {fraction:g} − {model.weights_mb} MiB of weights"
+                f"{gpu_mb} MiB a GPU × {fraction:g} − {model.weights_mb} MiB of weights"
                 f", {model.kv_bytes} bytes a token"
             )
     yield Cap(

@@ -22,6 +22,8 @@ class RoleResources:
     """GPUs of one node, asked for as --gpus-per-node; 0 asks for none."""
     gres: str = ""
     """Instead of gpus_per_node: a node's generic resources in Slurm's words, as gpu:mi355x:8."""
+    gpu_gb: int = 0
+    """Memory of one GPU, GiB, as its driver tells it; 0: not known, nothing is held against it."""
     mem_gb: int = 0
     """Memory of one node, GiB, for both roles or for none; 0 leaves it to the partition."""
     constraint: str = ""

@@ -11,7 +11,8 @@ from pathlib import Path
 from agentrl.config import RunConfig, TrainingConfig
 from agentrl.errors import ConfigError
 from agentrl.handoff.replayed import replayed_experts
-from agentrl.hf_shape import Layout, read_config, read_shape
+from agentrl.hf_shape import Layout, read_config, read_shape, why_unmapped
+from agentrl.training.trainer_memory import Held, held
 
 OLDEST, TOO_NEW = (0, 16, 1), (0, 20)
 INSTALL = "pip install 'megatron-core>=0.16.1,<0.20'"
@@ -31,6 +32,45 @@ def check_fit(config: RunConfig) -> None:
             f"{told.get('model_type')} without experts; set 0"
         )
     replayed_experts(config)
+    memory, gpu_gb = trainer_memory(config), config.cluster.trainer.gpu_gb
+    if memory and config.cluster.is_slurm and 0 < gpu_gb << 30 < memory.rank_bytes:
+        raise ConfigError(
+            f"{_ranks(training)}: a rank holds {_gib(memory)} GiB of weights, gradients and "
+            f"optimizer, and cluster.trainer.gpu_gb={gpu_gb}; raise training.ranks, or cut the "
+            "model further (training.expert_parallel, tensor_parallel, pipeline_parallel)"
+        )
+
+
+def trainer_memory(config: RunConfig) -> Held | None:
+    """Return what a rank on a GPU of its own holds; None for others, and for an unmapped model."""
+    training, told = config.training, read_config(Path(config.model.path))
+    if training.device == "cpu" or training.share_gpus or why_unmapped(told):
+        return None
+    return held(read_shape(told), layout_of(training), training)
+
+
+def memory_line(config: RunConfig) -> str:
+    """Return in one line what the trainer's GPUs hold; '' where that is not told."""
+    if (memory := trainer_memory(config)) is None:
+        return ""
+    gpu_gb = config.cluster.trainer.gpu_gb
+    return (
+        f"trainer, {_ranks(config.training)}: {_gib(memory)} GiB"
+        + (f" of {gpu_gb}" if gpu_gb else "")
+        + f" on each GPU for weights, gradients and optimizer of {memory.parameters / 1e9:.1f} B "
+        "parameters; what a step computes with comes on top"
+    )
+
+
+def _gib(memory: Held) -> str:
+    return f"{memory.rank_bytes / 2**30:.1f}"
+
+
+def _ranks(training: TrainingConfig) -> str:
+    told = ["backend", "ranks"]
+    if training.backend == "megatron":
+        told += ["tensor_parallel", "expert_parallel", "pipeline_parallel"]
+    return "training." + ", ".join(f"{name}={getattr(training, name)}" for name in told)
 
 
 def layout_of(training: TrainingConfig) -> Layout:

@@ -4,7 +4,8 @@ Each is of one inference node, with its source and what raises it. With cluster=
 is that node and is probed; for a Slurm cluster the config's own caps are told, as a login node's
 limits are not those of its compute nodes: run it there (`srun … agentrl plan CONFIG --here`).
 Exit code 1 when something would fail before the wanted number is reached. --prove holds the real
-number of files, processes, connections and sandboxes on this machine for a moment.
+number of files, processes, connections and sandboxes on this machine for a moment. Below the caps
+stands what each GPU of the trainer holds of the model.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ def main(argv: Sequence[str]) -> int:
     config = schema.load(given.config, given.overrides)
     caps = caps_of(config, is_here=given.here or not config.cluster.is_slurm)
     told = [*lines(caps, wanted(config)), verdict(caps, wanted(config)), *pulls(config)]
+    told += trainer(config)
     say("\n".join(told))
     is_proved = prove(config) if given.prove else True
     return DONE if is_proved and not shortages(caps, wanted(config)) else FAILED
@@ -59,6 +61,14 @@ def pulls(config: RunConfig) -> list[str]:
         f"{len(images)} images are pulled, each once: {len(images) / PULLS_PER_HOUR:.2f} h at the "
         f"{PULLS_PER_HOUR} an hour that Docker Hub may give one address; a mirror or login has more"
     ]
+
+
+def trainer(config: RunConfig) -> list[str]:
+    """Return a line on what the trainer's GPUs hold, once there is a model."""
+    from agentrl.model_fit import memory_line  # it brings numpy
+
+    is_made = (Path(config.model.path) / "config.json").is_file()
+    return [line] if is_made and (line := memory_line(config)) else []
 
 
 def prove(config: RunConfig) -> bool:

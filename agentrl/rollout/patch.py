@@ -14,12 +14,12 @@ TIMEOUT_S = 10.0
 UNDECODED = "\ufffd"
 """What stands in a command's output for bytes that are not UTF-8."""
 AS_BINARY = """\
-d=$(mktemp -d) && git init -q --bare "$d" && mkdir -p "$d/info" && cp .git/index "$d" || exit
+d=$(mktemp -d) && git init -q --bare "$d" && mkdir -p "$d/info" && cp -p .git/index "$d" || exit
 cp .git/info/exclude "$d/info" 2>/dev/null; echo '* -diff' > "$d/info/attributes"
 export GIT_DIR="$d" GIT_WORK_TREE="$PWD" GIT_ALTERNATE_OBJECT_DIRECTORIES="$PWD/.git/objects"
 """
 """By attributes above the repository's own each file is a binary one, in a git of its own: grading
-goes by the agent's after this."""
+goes by the agent's after this. The index keeps its time: see tasks.answer."""
 
 
 async def take_patch(task: Task, sandbox: Sandbox, image: Path) -> str:

@@ -25,7 +25,7 @@ TIMEOUT_S = 60.0
 NOT_FOUND = 127
 _TAKE = """\
 d={folder} && mkdir -p "$d/objects" || exit
-cp .git/index "$d/index" 2>/dev/null
+cp -p .git/index "$d/index" 2>/dev/null
 export GIT_DIR="$PWD/.git" GIT_WORK_TREE="$PWD" GIT_INDEX_FILE="$d/index" \
 GIT_OBJECT_DIRECTORY="$d/objects" GIT_ALTERNATE_OBJECT_DIRECTORIES="$PWD/.git/objects" \
 GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1
@@ -33,7 +33,11 @@ g="git -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.quotePath=off
 $g add -A . && $g diff --cached --binary --no-color --no-ext-diff --no-textconv --no-renames \
 --src-prefix=a/ --dst-prefix=b/ {base} -- . ':(exclude,glob)**/site-packages/**' > "$d/patch"
 """
-"""By an index and objects of its own: the agent's may be locked, closed to writing or cut short."""
+"""By an index and objects of its own: the agent's may be locked, closed to writing or cut short.
+
+The copy keeps the index's time, by which git knows which files may have changed since within the
+same second and must be read. Without it a change that keeps a file's size could be lost.
+"""
 
 
 class NoAnswer(Exception):

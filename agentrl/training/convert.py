@@ -23,7 +23,8 @@ from torch import Tensor
 from agentrl.errors import ConfigError, PublishError
 from agentrl.handoff.publish import fsync_folder, publish_json
 from agentrl.hf_shape import Layout, ModelShape, read_config, read_shape
-from agentrl.training.hf_map import Place, fuse, join, places, split, unfuse
+from agentrl.training.hf_map import fuse, join, split, unfuse
+from agentrl.training.hf_tables import Place, places
 from agentrl.training.model_folder import copy_side_files
 from agentrl.training.weight_files import INDEX, WeightFiles, check_weights
 

@@ -18,16 +18,8 @@ from torch import Tensor, nn
 from agentrl.errors import CheckpointError
 from agentrl.hf_shape import Layout, ModelShape
 from agentrl.training.backend import check_tensor
-from agentrl.training.hf_map import (
-    HEAD,
-    Place,
-    fuse,
-    join,
-    places,
-    shapes_of,
-    split,
-    unfuse,
-)
+from agentrl.training.hf_map import fuse, join, split, unfuse
+from agentrl.training.hf_tables import HEAD, Place, places, shapes_of
 from agentrl.training.megatron_stages import stage, told_by
 from agentrl.training.megatron_state import WEIGHT, OptimizerShards
 from agentrl.training.weight_files import WeightFiles, check_finite

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from agentrl.errors import ConfigError
 from agentrl.hf_shape import Layout, ModelShape
-from agentrl.training.hf_map import check_shape, places, shapes_of
+from agentrl.training.hf_map import check_shape
+from agentrl.training.hf_tables import places, shapes_of
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -91,8 +91,8 @@ def test_the_next_life_of_a_run_stays_away_from_a_node_that_a_role_called_suspec
     run.lab.run(["scancel", "--batch", "--signal=USR2", run.job])
     last = run.finish()
     assert (last.action, last.step_end, len(run.ledger())) == ("done", 8, 2)
-    assert host_of(run.run, 2, "inference", 0) not in ("", suspect)
     assert f"staying away from {suspect}: 3 faults of 2 engines" in run.log()
+    assert host_of(run.run, 2, "inference", 0) not in ("", suspect), run.log()
 
 
 def test_a_preempted_run_comes_back_and_goes_on(run: LabRun) -> None:

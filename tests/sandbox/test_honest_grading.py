@@ -93,6 +93,17 @@ def test_a_fix_is_resolved_and_nothing_is_not(judged: Any) -> None:
     assert judged("true").failed == ("t::fixed",)
 
 
+SAME_SECOND = (
+    "git config core.trustctime false; touch -d @1700000000 mod.py; git add mod.py; "
+    f"touch -d @1700000000 .git/index; {FIX}; touch -d @1700000000 mod.py"
+)
+"""The fix keeps the file's size and second: by the index's time alone git reads it again."""
+
+
+def test_a_fix_in_the_second_of_the_index_is_not_lost(judged: Any) -> None:
+    assert judged(SAME_SECOND).resolved
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_earns_nothing(attack: str, judged: Any) -> None:

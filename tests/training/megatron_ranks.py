@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from agentrl.errors import CheckpointError, ConfigError, DivergedError
 from agentrl.events import NoEvents
 from agentrl.hf_shape import Layout, read_shape
+from agentrl.training import trainer_memory
 from agentrl.training.intake import make_batch
 from agentrl.training.led import Led, follow
 from agentrl.training.loop import train
@@ -109,6 +110,7 @@ MOVES = {
 RUN = "a run"
 SFT = "fine-tuning"
 REFUSALS = "refusals"
+HALF = "bfloat16"
 Numbers = dict[str, float]
 
 
@@ -131,6 +133,8 @@ def all_cases(rank: int, size: int, root: str) -> None:
         parallel_state.destroy_model_parallel()
     said = refusals(Path(root) / "qwen3")
     note(root, REFUSALS, rank).write_text(json.dumps(said))
+    parallel_state.destroy_model_parallel()
+    note(root, HALF, rank).write_text(json.dumps(half(Path(root) / "qwen3_moe")))
     parallel_state.destroy_model_parallel()
     for case, work in ((RUN, run), (SFT, fine_tune)):
         note(root, case, rank).write_text(json.dumps(work(rank, size, str(Path(root) / "qwen3"))))
@@ -173,6 +177,7 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
         "weights": apart(dict(megatron.export_hf()), weights),
         "moved": min(largest(weights[name], start[name]) for name in weights),
         "metrics": max(off.values()),
+        **held_beside_told(megatron, config),
         "rerouted": found.get("rerouted", 0.0),
         "router_balance": found.get("router_balance", 0.0),
     }
@@ -188,6 +193,37 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
     take_over(elsewhere, state)
     elsewhere.train_step(weaker)
     return numbers | {"resumed on another cut": apart(dict(elsewhere.export_hf()), ended)}
+
+
+def held_beside_told(backend, config) -> Numbers:
+    """Return what a rank holds of its model, and what agentrl plan tells of the rank with most."""
+    mine = list(backend.policy.parameters())
+    groups = [g for part in backend.weights.shards.parts for g in part.optimizer.param_groups]
+    shards = [one for group in groups for one in group["params"]]
+    ours = {one.untyped_storage().data_ptr() for one in mine}
+    masters = [one for one in shards if one.untyped_storage().data_ptr() not in ours]
+    held = sum(nbytes(one) + nbytes(one.main_grad) for one in mine) + sum(map(nbytes, masters))
+    training = replace(config.training, backend="megatron", ranks=dist.get_world_size())
+    told = trainer_memory.held(backend.shape, backend.layout, training)
+    return {
+        "parameters": sum(one.numel() for one in mine),
+        "parameters told": told.rank_parameters,
+        "bytes": held + sum(8 * one.numel() for one in shards),  # Adam's two moments
+        "bytes told": told.rank_bytes,
+    }
+
+
+def half(folder: Path) -> Numbers:
+    """Return what a rank in bfloat16 holds beside what is told."""
+    from agentrl.training.megatron_backend import MegatronBackend
+
+    config = make_config(folder.parent, folder)
+    config.training.dtype = "bfloat16"
+    return held_beside_told(MegatronBackend(folder, config, Layout(ep=2)), config)
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def largest(one: torch.Tensor, other: torch.Tensor) -> float:

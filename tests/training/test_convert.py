@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from agentrl.errors import ConfigError, PublishError
 from agentrl.hf_shape import FAMILIES, Layout, read_shape
-from agentrl.training import convert, hf_map
+from agentrl.training import convert, hf_tables
 from agentrl.training.weight_files import INDEX
 
 SIZES = {
@@ -35,8 +35,8 @@ def make_tensors(config, dtype=torch.bfloat16) -> dict:
     shape = read_shape(config)
     return {
         name: torch.randn(size).to(dtype)
-        for place in hf_map.places(shape, Layout())
-        for name, size in zip(place.hf, hf_map.shapes_of(place, shape), strict=True)
+        for place in hf_tables.places(shape, Layout())
+        for name, size in zip(place.hf, hf_tables.shapes_of(place, shape), strict=True)
     }
 
 

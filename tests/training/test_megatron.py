@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 from fabricate import run_ranks
-from megatron_ranks import CASES, MOVES, REFUSALS, RUN, SFT, Numbers, make_family, note
+from megatron_ranks import CASES, HALF, MOVES, REFUSALS, RUN, SFT, Numbers, make_family, note
 
 pytestmark = [
     pytest.mark.slow,
@@ -46,6 +46,15 @@ def test_megatron_and_torch_agree_to_1e_5(found, case):
         assert max(numbers[name] for name in ("logprobs", "weights", "gaps")) < 1e-5, numbers
         assert numbers["moved"] > 1e-6, numbers
         assert numbers["metrics"] < 1e-4, numbers
+
+
+@pytest.mark.parametrize("case", [*CASES, HALF], ids=str)
+def test_a_rank_holds_what_was_told_of_it(found, case):
+    ranks = found(case)
+    (told,) = {numbers["parameters told"] for numbers in ranks}
+    assert max(numbers["parameters"] for numbers in ranks) == told
+    most = max(numbers["bytes"] for numbers in ranks)
+    assert most == pytest.approx(ranks[0]["bytes told"], rel=0.03)  # shards end at multiples
 
 
 def test_replay_reroutes_as_often_on_any_cut(found):
