@@ -32,13 +32,21 @@ def check_fit(config: RunConfig) -> None:
             f"{told.get('model_type')} without experts; set 0"
         )
     replayed_experts(config)
-    memory, gpu_gb = trainer_memory(config), config.cluster.trainer.gpu_gb
-    if memory and config.cluster.is_slurm and 0 < gpu_gb << 30 < memory.rank_bytes:
-        raise ConfigError(
-            f"{_ranks(training)}: a rank holds {_gib(memory)} GiB of weights, gradients and "
-            f"optimizer, and cluster.trainer.gpu_gb={gpu_gb}; raise training.ranks, or cut the "
-            "model further (training.expert_parallel, tensor_parallel, pipeline_parallel)"
-        )
+    if why := over_memory(config):
+        raise ConfigError(why)
+
+
+def over_memory(config: RunConfig) -> str:
+    """Return why the trainer's GPUs cannot hold the model; '' where they can, or are not known."""
+    gpu_gb = config.cluster.trainer.gpu_gb if config.cluster.is_slurm else 0
+    memory = trainer_memory(config) if gpu_gb else None
+    if memory is None or memory.rank_bytes <= gpu_gb << 30:
+        return ""
+    return (
+        f"{_ranks(config.training)}: a rank holds {_gib(memory)} GiB of weights, gradients and "
+        f"optimizer, and cluster.trainer.gpu_gb={gpu_gb}; raise training.ranks, or cut the model "
+        "further (training.expert_parallel, tensor_parallel, pipeline_parallel)"
+    )
 
 
 def trainer_memory(config: RunConfig) -> Held | None:

@@ -3,9 +3,10 @@
 Each is of one inference node, with its source and what raises it. With cluster=local this machine
 is that node and is probed; for a Slurm cluster the config's own caps are told, as a login node's
 limits are not those of its compute nodes: run it there (`srun … agentrl plan CONFIG --here`).
-Exit code 1 when something would fail before the wanted number is reached. --prove holds the real
-number of files, processes, connections and sandboxes on this machine for a moment. Below the caps
-stands what each GPU of the trainer holds of the model.
+Below the caps stands what each GPU of the trainer holds of the model.
+Exit code 1 when something would fail before the wanted number is reached, or the model is too large
+for the trainer's GPUs. --prove holds the real number of files, processes, connections and sandboxes
+on this machine for a moment.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ def main(argv: Sequence[str]) -> int:
     given = parse(arguments, argv)
     config = schema.load(given.config, given.overrides)
     caps = caps_of(config, is_here=given.here or not config.cluster.is_slurm)
-    told = [*lines(caps, wanted(config)), verdict(caps, wanted(config)), *pulls(config)]
-    told += trainer(config)
-    say("\n".join(told))
+    held, over = trainer(config)
+    told = [*lines(caps, wanted(config)), verdict(caps, wanted(config)), *pulls(config), held, over]
+    say("\n".join(filter(None, told)))
     is_proved = prove(config) if given.prove else True
-    return DONE if is_proved and not shortages(caps, wanted(config)) else FAILED
+    return DONE if is_proved and not over and not shortages(caps, wanted(config)) else FAILED
 
 
 def caps_of(config: RunConfig, *, is_here: bool) -> list[Cap]:
@@ -63,12 +64,12 @@ def pulls(config: RunConfig) -> list[str]:
     ]
 
 
-def trainer(config: RunConfig) -> list[str]:
-    """Return a line on what the trainer's GPUs hold, once there is a model."""
-    from agentrl.model_fit import memory_line  # it brings numpy
+def trainer(config: RunConfig) -> tuple[str, str]:
+    """Return what the trainer's GPUs hold of the model, once there is one, and why they cannot."""
+    from agentrl.model_fit import memory_line, over_memory  # they bring numpy
 
     is_made = (Path(config.model.path) / "config.json").is_file()
-    return [line] if is_made and (line := memory_line(config)) else []
+    return (memory_line(config), over_memory(config)) if is_made else ("", "")
 
 
 def prove(config: RunConfig) -> bool:

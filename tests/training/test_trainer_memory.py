@@ -10,11 +10,12 @@ import pytest
 import torch
 import transformers
 
-from agentrl.config import ModelConfig, RunConfig, TrainingConfig
+from agentrl.config import ModelConfig, RunConfig, TrainingConfig, save
 from agentrl.errors import ConfigError
 from agentrl.hf_shape import Layout, read_shape
 from agentrl.model_fit import check_fit, memory_line
 from agentrl.training.trainer_memory import held
+from launch.cli import main
 
 QWEN3_30B_A3B = {
     "vocab_size": 151_936,
@@ -73,7 +74,7 @@ def test_a_model_that_the_trainers_gpus_cannot_hold_is_refused(tmp_path: Path) -
         check_fit(run_of(tmp_path, 64, **cut))
 
 
-def test_plan_tells_what_a_gpu_holds(tmp_path: Path) -> None:
+def test_plan_tells_what_a_gpu_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = memory_line(run_of(tmp_path, 288, expert_parallel=8, tensor_parallel=2))
     assert "tensor_parallel=2, expert_parallel=8, pipeline_parallel=1: 67.3 GiB of 288 on" in line
     assert "of 30.5 B parameters" in line
@@ -81,3 +82,8 @@ def test_plan_tells_what_a_gpu_holds(tmp_path: Path) -> None:
     assert "training.backend=torch, ranks=8: 56.9 GiB on each GPU" in memory_line(alone)
     alone.training.device = "cpu"
     assert memory_line(alone) == ""
+    save(run_of(tmp_path, 48), tmp_path / "run.yaml")
+    assert main(["plan", str(tmp_path / "run.yaml")]) == 1
+    *_, told, over = capsys.readouterr().out.splitlines()
+    assert "56.9 GiB of 48 on each GPU" in told
+    assert "a rank holds 56.9 GiB" in over
