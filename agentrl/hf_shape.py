@@ -143,6 +143,38 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
+STEADY = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary scaling whose angles do not depend on the length."""
+
+
+def rope_of(config: Mapping[str, Any]) -> tuple[str, float]:
+    """Return the kind of rotary scaling of a config.json, and its base."""
+    found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    base = found.get("rope_theta", config.get("rope_theta", 10_000.0))
+    return str(found.get("rope_type", found.get("type", "default"))), float(base)
+
+
+def window_of(config: Mapping[str, Any]) -> int:
+    """Return how far back a model's tokens attend in some of its layers; 0: all the way."""
+    is_used = config.get("use_sliding_window", True) and config.get("sliding_window")
+    is_named = "sliding_attention" in (config.get("layer_types") or ())
+    return int(config.get("sliding_window") or 1) if is_used or is_named else 0
+
+
+def check_computed(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a model whose layers compute otherwise than those of Megatron here."""
+    kind, act = rope_of(config)[0], config.get("hidden_act", "silu")
+    why = ""
+    if kind not in STEADY:
+        why = f"rope_type={kind!r} in config.json: it knows {', '.join(STEADY)}"
+    elif act not in ("silu", "swish"):
+        why = f"hidden_act={act!r} in config.json: it knows silu"
+    elif window := window_of(config):
+        why = f"a sliding window of {window} in config.json: it attends to whole sequences only"
+    if why:
+        raise ConfigError(f"training.backend=megatron with {why}; set training.backend=torch")
+
+
 def _size(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = config.get(key)
     value = default if value is None else value

@@ -11,7 +11,14 @@ from pathlib import Path
 from agentrl.config import RunConfig, TrainingConfig
 from agentrl.errors import ConfigError
 from agentrl.handoff.replayed import replayed_experts
-from agentrl.hf_shape import Layout, read_config, read_shape, why_unmapped
+from agentrl.hf_shape import (
+    Layout,
+    check_computed,
+    read_config,
+    read_shape,
+    why_unmapped,
+    window_of,
+)
 from agentrl.training.trainer_memory import Held, held
 
 OLDEST, TOO_NEW = (0, 16, 1), (0, 20)
@@ -26,6 +33,12 @@ def check_fit(config: RunConfig) -> None:
     told = read_config(folder)
     if training.backend == "megatron":
         layout_of(training).check(read_shape(told))
+        check_computed(told)
+    elif training.packing == "packed" and (window := window_of(told)):
+        raise ConfigError(
+            f"training.packing=packed: {folder} has a sliding window of {window}, and packed rows "
+            "attend to whole sequences only; set padded"
+        )
     if training.router_balance_coef and not any(told.get(name) for name in COUNTS):
         raise ConfigError(
             f"training.router_balance_coef={training.router_balance_coef}: {folder} is a "

@@ -29,11 +29,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not in its __all__
 
 from agentrl.config import RunConfig
 from agentrl.training import ranks
 from agentrl.training.backends import follow, open_backend
+from agentrl.weights import group as groups
 from agentrl.weights.push import buckets_of
 from agentrl.weights.pusher import room_for, send_buckets
 from benchmarks.logprob_loss import command, versions
@@ -141,7 +141,7 @@ def drop_all(backend: Any) -> None:
 
 def lead(config: RunConfig, options: argparse.Namespace) -> dict[str, float]:
     """Start the other ranks, be rank 0, and return what was measured."""
-    store = TCPStore("127.0.0.1", 0, options.ranks, is_master=True, wait_for_workers=False)
+    store = groups.host("127.0.0.1", options.ranks, 600)
     place = {"WORLD_SIZE": options.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
     more = ["--model", config.model.path]
     environments = [

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.config import RunConfig
-from agentrl.hf_shape import read_config, read_shape
+from agentrl.hf_shape import check_computed, read_config, read_shape
 from agentrl.model_fit import layout_of, require_megatron
 from agentrl.training.backend import Backend
 from agentrl.training.led import Led
@@ -43,8 +43,10 @@ def open_megatron(config: RunConfig) -> MegatronBackend:
     require_megatron(config.training)
     layout = layout_of(config.training)
     folder = Path(config.model.path)
-    shape = read_shape(read_config(folder))
+    told = read_config(folder)
+    shape = read_shape(told)
     layout.check(shape)
+    check_computed(told)
     check_weights(WeightFiles(folder), shape)
     from agentrl.training.megatron_backend import MegatronBackend  # takes half a minute
 

@@ -56,8 +56,10 @@ class GroupedExperts(MegatronModule):  # type: ignore[misc, unused-ignore]
 
         counts: [experts], rows of each.
         """
-        if not len(rows):  # the products refuse no rows; the weights still get a gradient
-            return rows @ self.linear_fc1[0].T @ self.linear_fc2[0].repeat(1, 2).T
+        if not len(rows):  # the products refuse no rows; weights and chances still get a gradient,
+            # for whose way back to the tokens' ranks the other ranks wait
+            none = rows @ self.linear_fc1[0].T @ self.linear_fc2[0].repeat(1, 2).T
+            return none * chances[:, None].to(none.dtype)
         ends = counts.cumsum(0).to(rows.device, torch.int32)
         both = torch._grouped_mm(rows, self.linear_fc1.mT, offs=ends)
         return torch._grouped_mm(gated(both, chances), self.linear_fc2.mT, offs=ends)

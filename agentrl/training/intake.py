@@ -251,24 +251,32 @@ class Intake:
 
 
 def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Counter[str]) -> Batch:
-    """Score `groups`; causes of trajectories that were never graded are counted in `infra`."""
+    """Score `groups`; causes of trajectories that were never graded are counted in `infra`.
+
+    A trajectory without a token of the policy counts for its group's mean alone.
+    """
     samples: list[Sample] = []
     outcome: dict[int, str] = {}
     rewards: list[float] = []
     origins: list[Origin] = []
+    unsampled = 0
     for group in groups:
         graded = _graded(group)
         infra.update(f"infra_{item.cause}" for item in group.trajectories if item.reward is None)
         scores = [float(item.reward) for item in graded if item.reward is not None]
         rewards += scores
         advantages = group_advantages(scores, std_normalize=config.training.std_normalize)
-        has_signal = bool(advantages.any())
+        has_tokens = torch.tensor([bool(item.loss_mask.any()) for item in graded])
+        unsampled += int((~has_tokens).sum())
+        has_signal = bool(advantages[has_tokens].any())
         outcome[group.draw] = TRAINED if has_signal else f"{FILTERED}zero_signal"
         if has_signal:
             replays = config.engine.sglang.routed_experts
-            samples += _samples(graded, advantages, replays=replays)
-            pairs = zip(graded, _staleness(group, version), strict=True)
-            origins += [origin_of(item, age) for item, age in pairs]
+            found = zip(graded, advantages, _staleness(group, version), has_tokens, strict=True)
+            for item, advantage, age, is_sampled in found:
+                if is_sampled:
+                    samples.append(_sample(item, float(advantage), replays=replays))
+                    origins.append(origin_of(item, age))
     kind = config.training.aggregation
     weights = token_weights([item.sampled_tokens for item in samples], kind)  # type: ignore[arg-type]
     weighted = enumerate(zip(samples, weights, strict=True))
@@ -283,6 +291,7 @@ def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Coun
             "groups": len(groups),
             "zero_signal": sum(why != TRAINED for why in outcome.values()),
             "trajectories": len(samples),
+            "unsampled": unsampled,
             "graded": len(rewards),
             "tokens": sum(len(item.tokens) for item in samples),
             "sampled_tokens": sum(item.sampled_tokens for item in samples),
@@ -292,17 +301,14 @@ def make_batch(groups: list[Group], version: int, config: RunConfig, infra: Coun
     )
 
 
-def _samples(graded: list[Trajectory], advantages: torch.Tensor, *, replays: bool) -> list[Sample]:
-    return [
-        Sample(
-            tokens=item.tokens,
-            loss_mask=item.loss_mask,
-            engine_logprobs=item.logprobs,
-            advantage=float(advantage),
-            experts=item.experts if replays else None,
-        )
-        for item, advantage in zip(graded, advantages, strict=True)
-    ]
+def _sample(item: Trajectory, advantage: float, *, replays: bool) -> Sample:
+    return Sample(
+        tokens=item.tokens,
+        loss_mask=item.loss_mask,
+        engine_logprobs=item.logprobs,
+        advantage=advantage,
+        experts=item.experts if replays else None,
+    )
 
 
 def _against_numbers(group: Group, vocabulary: int) -> str:

@@ -19,12 +19,11 @@ from megatron.core.transformer.attention import (  # type: ignore[import-not-fou
 )
 from torch import Tensor
 
-from agentrl.errors import ConfigError
+from agentrl.hf_shape import rope_of
 from agentrl.training.attention import attend_packed
 from agentrl.training.balance import Balance
 from agentrl.training.fused import turned, turned_norm
 
-STEADY = ("linear", "llama3", "yarn")
 """Kinds of rotary scaling, beside none, whose angles do not depend on a row's length."""
 
 
@@ -68,23 +67,11 @@ class Rotary:
         )
 
 
-def rope_of(hf: Mapping[str, Any]) -> tuple[str, float]:
-    """Return the kind of rotary scaling of a config.json, and its base."""
-    found: Mapping[str, Any] = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    base = found.get("rope_theta", hf.get("rope_theta", 10_000.0))
-    return str(found.get("rope_type", found.get("type", "default"))), float(base)
-
-
 def _frequencies(hf: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
     """Return [head_dim / 2] radians a position, and what sines and cosines are multiplied by."""
     kind, base = rope_of(hf)
     if kind == "default":
         return 1.0 / base ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
-    if kind not in STEADY:
-        raise ConfigError(
-            f"rope_type={kind!r} in config.json: training.backend=megatron knows default, "
-            f"{', '.join(STEADY)}; set training.backend=torch"
-        )
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -35,9 +35,9 @@ from megatron.core.transformer.transformer_config import (  # type: ignore[impor
 from torch import Tensor
 
 from agentrl.errors import ConfigError
-from agentrl.hf_shape import Layout, ModelShape
+from agentrl.hf_shape import Layout, ModelShape, rope_of
 from agentrl.training.grouped_experts import Mixture, tell_mixture
-from agentrl.training.megatron_attention import PackedSelfAttention, rope_of
+from agentrl.training.megatron_attention import PackedSelfAttention
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # 0.16.1 binds the name with Transformer Engine only, and reads it without

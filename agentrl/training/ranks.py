@@ -36,6 +36,7 @@ from agentrl.config import RunConfig, to_yaml
 from agentrl.errors import AgentRLError, ConfigError, LaunchError
 from agentrl.training.backend import Part
 from agentrl.training.packing import MicroBatch
+from agentrl.weights import group as groups
 
 log = logging.getLogger(__name__)
 LOST_S = 5.0
@@ -157,9 +158,7 @@ def started(config: RunConfig, *, notice_s: float = NOTICE_S) -> Iterator[World]
     if size == 1 and device.type == "cpu" and config.training.backend == "torch":
         yield ALONE
         return
-    store = TCPStore(
-        "127.0.0.1", 0, size, is_master=True, timeout=_patience(config), wait_for_workers=False
-    )
+    store = groups.host("127.0.0.1", size, _patience(config).total_seconds())
     followers: list[subprocess.Popen[str]] = []
     is_ending = threading.Event()
     watch = threading.Thread(target=_watch, args=(followers, is_ending, notice_s), daemon=True)
@@ -291,7 +290,8 @@ def _open(store: Store, rank: int, size: int, device: torch.device, config: RunC
 
 def _patience(config: RunConfig) -> datetime.timedelta:
     training = config.training
-    longest = training.wait_timeout_s + training.checkpoint_timeout_s + SLACK_S
+    # rank 0 waits twice for a checkpoint: see loop.longest_write_s
+    longest = training.wait_timeout_s + 2 * training.checkpoint_timeout_s + SLACK_S
     return datetime.timedelta(seconds=longest)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -25,14 +26,20 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its __al
 
 
 def host(address: str, size: int, timeout_s: float) -> TCPStore:
-    """Open the store where a group of `size` meets, on a free port of `address`."""
+    """Open the store where a group of `size` meets, on a free port of `address` and no other.
+
+    Asked for an address alone, torch would listen on all of the host's.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=max(128, size))
     return TCPStore(
         address,
-        0,
+        listener.getsockname()[1],
         size,
         is_master=True,
         timeout=datetime.timedelta(seconds=timeout_s),
         wait_for_workers=False,
+        master_listen_fd=listener.detach(),
     )
 
 

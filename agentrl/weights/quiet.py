@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,8 +22,8 @@ LONGEST_S = 600.0
 """After which a trainer that never took its word back is taken to be dead."""
 
 _lock = threading.Lock()
-_writing: Counter[Path] = Counter()
-"""Blocks that are open: a checkpoint may be written in a thread while a version is."""
+_writing: defaultdict[Path, list[float]] = defaultdict(list)
+"""Until when each open block may last: a thread may write a checkpoint while a version is."""
 
 
 @contextmanager
@@ -32,11 +32,12 @@ def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
 
     Raises PublishError where the disk refuses even that.
     """
-    word = {"until": time.time() + longest_s, "pid": os.getpid()}
+    until = time.time() + longest_s
     try:
         with _lock:
-            publish_json(weights / QUIET, word)
-            _writing[weights] += 1
+            latest = max([until, *_writing[weights]])
+            publish_json(weights / QUIET, {"until": latest, "pid": os.getpid()})
+            _writing[weights].append(until)
     except OSError as error:
         raise PublishError(
             f"saying in {weights / QUIET} that the trainer writes: {error}. Free space there, "
@@ -46,7 +47,7 @@ def quiet(weights: Path, *, longest_s: float = LONGEST_S) -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _writing[weights] -= 1
+            _writing[weights].remove(until)
             if not _writing[weights]:
                 (weights / QUIET).unlink(missing_ok=True)
 

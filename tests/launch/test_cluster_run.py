@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -65,6 +67,34 @@ def test_the_script_of_a_run_is_the_golden_one(name: str) -> None:
     path = GOLDEN / f"run_{name}.sbatch"
     text = text.replace(shlex.quote(sys.executable), "/venv/bin/python")
     assert path.read_text() == text, "if that is meant, write the new text there"
+
+
+ONCE = """
+import os, signal, sys
+from pathlib import Path
+mark = Path(sys.argv[1])
+if not mark.exists():  # as one that was not deaf in time
+    mark.touch()
+    signal.signal(int(sys.argv[2]), signal.SIG_DFL)
+    os.kill(os.getpid(), int(sys.argv[2]))
+os.killpg(0, signal.SIGTERM)
+print("said")
+sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_what_the_script_asks_is_asked_again_if_a_signal_was_first(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    text = (GOLDEN / "run_het.sbatch").read_text()
+    traps, function = text[text.index("asked=  #") :].split("say()", 1)
+    words = shlex.join([sys.executable, "-c", ONCE, str(tmp_path / "mark"), str(int(number))])
+    script = f"{traps}say(){function.partition('# -- ')[0]}deaf {words}; echo $? $asked"
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, check=True, start_new_session=True
+    )
+    assert done.stdout == "said\n7 term\n"
 
 
 def test_a_dry_run_prints_the_bytes_that_are_queued_and_writes_nothing(

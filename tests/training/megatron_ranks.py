@@ -40,6 +40,8 @@ SIZES = {
 
 REPLAYED = ", replayed"
 """End of a family's name: its tokens go to experts drawn at random."""
+ONE_RANK = ", one rank"
+"""Before that: to experts of the first rank of two alone, so that the other has no row."""
 BALANCED = ", balanced"
 """End of a family's name: its routers are balanced."""
 
@@ -75,7 +77,7 @@ def make_family(folder: Path, family: str) -> Path:
             },
         ),
     }
-    name, more = kinds[family.removesuffix(BALANCED).removesuffix(REPLAYED)]
+    name, more = kinds[family.removesuffix(BALANCED).removesuffix(REPLAYED).removesuffix(ONE_RANK)]
     config = getattr(transformers, f"{name}Config")(**SIZES, **more)
     torch.manual_seed(3)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -98,6 +100,7 @@ CASES = [
     ("qwen3_moe, balanced", 1, 1, 2, "padded"),
     ("qwen3_moe, replayed, balanced", 2, 2, 1, "packed"),
     ("qwen3_moe, replayed", 1, 1, 2, "padded"),
+    ("qwen3_moe, one rank, replayed", 1, 2, 1, "packed"),
 ]
 """Family; tensor, expert, pipeline parallel; packing. Two ranks of 1 × 1 × 1: data parallel."""
 MOVES = {
@@ -160,7 +163,7 @@ def compare(folder: Path, layout: Layout, packing: str) -> Numbers:
     config.training.router_balance_coef = 0.5 if balances else 0.0
     if REPLAYED in folder.name:
         config.engine.sglang.routed_experts = True
-        samples = with_experts(samples)
+        samples = with_experts(samples, count=2 if ONE_RANK in folder.name else 4)
     batches = pack(samples, 67, is_packed=packing == "packed", balances=balances)
     reference = TorchBackend(folder, config)
     start = {name: tensor.clone() for name, tensor in reference.export_hf()}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 from fabricate import fill_spool
@@ -12,7 +14,8 @@ from agentrl.config_checks import check
 from agentrl.config_training import check_training
 from agentrl.errors import ConfigError, LaunchError, RecordError
 from agentrl.events import NoEvents
-from agentrl.model_fit import require_megatron
+from agentrl.hf_shape import read_config
+from agentrl.model_fit import check_fit, require_megatron
 from agentrl.training.backends import open_backend
 from agentrl.training.intake import Intake
 from agentrl.training.packing import pack_step
@@ -151,3 +154,38 @@ def test_a_rank_that_does_not_see_the_spool_says_so(tiny_config):
     tiny_config.name = "elsewhere"
     with pytest.raises(LaunchError, match="must see one filesystem"):
         reread(told, tiny_config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told", "words"),
+    [
+        ({"backend": "megatron"}, {"hidden_act": "gelu"}, "hidden_act='gelu' .*: it knows silu"),
+        (
+            {"backend": "megatron"},
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope_type='dynamic' .*: it knows default, linear, llama3, yarn; .*backend=torch",
+        ),
+        (
+            {"backend": "megatron"},
+            {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 9},
+            "a sliding window of 9 .*; set training.backend=torch",
+        ),
+        (
+            {"packing": "packed"},
+            {"use_sliding_window": True, "sliding_window": 9},
+            "packing=packed: .* sliding window of 9, .*; set padded",
+        ),
+    ],
+)
+def test_a_model_that_would_be_computed_otherwise_is_refused(
+    tiny_config, tmp_path, changes, told, words
+):
+    tiny_config.training = dataclasses.replace(tiny_config.training, **changes)
+    plain = read_config(Path(tiny_config.model.path))
+    tiny_config.model.path, path = str(tmp_path), tmp_path / "config.json"
+    for same in ({}, {"hidden_act": "silu"}, {"use_sliding_window": False, "sliding_window": 9}):
+        path.write_text(json.dumps(plain | {"layer_types": None} | same))
+        check_fit(tiny_config)
+    path.write_text(json.dumps(plain | told))
+    with pytest.raises(ConfigError, match=words):
+        check_fit(tiny_config)

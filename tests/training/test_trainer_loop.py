@@ -192,6 +192,21 @@ def test_draws_filtered_while_waiting_are_announced_so_that_nodes_go_on(tiny_con
     assert consumed(tiny_config) == {0: "filtered:few_graded"}
 
 
+def test_an_attempt_without_a_token_of_the_policy_is_of_its_groups_mean_alone(tiny_config, events):
+    tiny_config.training.steps = 1
+    group = make_group(1, [1, 0, 0, 0])
+    *others, last = group.trajectories
+    prompt = int(last.loss_mask.argmax())
+    names = ("tokens", "logprobs", "loss_mask")
+    cut = {name: getattr(last, name)[:prompt] for name in names}
+    silent = replace(last, versions=(), **cut)
+    put(tiny_config, make_group(0, [1, 0, 0, 1]), replace(group, trajectories=(*others, silent)))
+    assert go(tiny_config, events=events) == 0
+    (step,) = steps_of(events)
+    found = {name: step.metrics[name] for name in ("graded", "trajectories", "unsampled")}
+    assert found == {"graded": 8, "trajectories": 7, "unsampled": 1}
+
+
 def test_a_batch_without_signal_is_consumed_and_takes_no_step(tiny_config, events):
     tiny_config.training.steps = 1
     put(tiny_config, *(make_group(draw, [1, 1, 1]) for draw in (0, 1)))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,13 @@ def test_a_disk_that_refuses_the_word_is_named(tmp_path: Path) -> None:
         quiet(tmp_path / "weights"),
     ):
         pass
+
+
+def test_a_shorter_word_meanwhile_takes_nothing_off_a_longer_one(odd_path: Path) -> None:
+    with quiet(odd_path, longest_s=1800):
+        longest = json.loads((odd_path / QUIET).read_bytes())["until"]
+        with quiet(odd_path):
+            assert json.loads((odd_path / QUIET).read_bytes())["until"] == longest
+        assert json.loads((odd_path / QUIET).read_bytes())["until"] == longest
+        assert is_quiet(odd_path)
+    assert not is_quiet(odd_path)
