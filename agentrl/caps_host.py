@@ -25,7 +25,6 @@ GPU_TOOLS = (
 
 def probe(config: RunConfig) -> Host:
     """Return what this machine allows now."""
-    free_mb = psutil.virtual_memory().available >> 20
     low, high = (int(word) for word in _read("/proc/sys/net/ipv4/ip_local_port_range").split())
     threads = min(_number("/proc/sys/kernel/pid_max"), _number("/proc/sys/kernel/threads-max"))
     scratch = scratch_folder(config.sandbox)
@@ -36,7 +35,7 @@ def probe(config: RunConfig) -> Host:
         process_ids=threads,
         namespaces=_number("/proc/sys/user/max_user_namespaces"),
         ports=high - low + 1,
-        memory_mb=min(free_mb, cgroup_limit("memory", "memory.limit_in_bytes", "memory.max") >> 20),
+        memory_mb=free_memory_mb(),
         scratch_mb=shutil.disk_usage(_existing(scratch)).free >> 20,
         is_scratch_in_memory=file_system(scratch) in ("tmpfs", "ramfs"),
         run_disk_mb=shutil.disk_usage(_existing(Path(config.runs_dir))).free >> 20,
@@ -46,6 +45,12 @@ def probe(config: RunConfig) -> Host:
         gpu_memory_mb=gpu_memory_mb(),
         is_root=os.geteuid() == 0,
     )
+
+
+def free_memory_mb() -> int:
+    """Return what this process may take of the machine's memory, MiB, its group's limit at most."""
+    limit = cgroup_limit("memory", "memory.limit_in_bytes", "memory.max")
+    return min(psutil.virtual_memory().available, limit) >> 20
 
 
 def model_shape(folder: Path) -> ModelShape | None:

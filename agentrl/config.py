@@ -211,7 +211,7 @@ class TrainingConfig:
     kl_coef: float = 0.0
     """Weight of the KL term against the starting model; 0 switches it off."""
     kl_estimator: str = "k3"
-    """`k1`, `k2` or `k3`."""
+    """As a loss: `k2` has the gradient of KL(π‖start), `k3` of KL(start‖π); `k1` none, refused."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus; 0 switches it off."""
     router_balance_coef: float = 0.0

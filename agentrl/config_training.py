@@ -48,6 +48,16 @@ def check_training(config: TrainingConfig) -> None:
                 f"training.{name}={size} with training.backend=torch: FSDP2 cuts over "
                 f"training.ranks by itself; set it to 1, or training.backend=megatron"
             )
+    if config.kl_coef and config.kl_estimator == "k1":
+        raise ConfigError(
+            f"training.kl_coef={config.kl_coef} with training.kl_estimator=k1: as a loss its "
+            "gradient is 0 in the mean and holds nothing back; set k2 or k3"
+        )
+    if config.compile and config.recompute == "layers":
+        raise ConfigError(
+            "training.compile=true with training.recompute=layers: layers that are computed again "
+            "run outside of what is compiled, all of them; set compile=false or recompute=none"
+        )
     _check_balance(config)
     if config.backend == "megatron":
         _check_megatron(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import os
@@ -63,6 +64,8 @@ async def run_node(
         return stop() or ending.is_set()
 
     try:
+        if config.weights == "collective":  # of a role here before, which may have been killed
+            push.tell_members(attempt_dir, node, {})
         starting = asyncio.create_task(supervisor.start(view.refresh()))
         is_alone = config.rollout.workers == 1
         if is_alone:  # meanwhile, for it takes a while
@@ -77,6 +80,9 @@ async def run_node(
             work = _run_processes(config, node, attempt, run_dir, is_stopping)
         return await _first_of(follower, asyncio.create_task(work), ending)
     finally:
+        if config.weights == "collective":
+            with contextlib.suppress(OSError):  # a full disk: the trainer waits for us once
+                push.tell_members(attempt_dir, node, {})
         await supervisor.close()
 
 

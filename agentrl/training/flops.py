@@ -41,7 +41,8 @@ def open_meter(folder: Path, device: torch.device, ranks: int) -> Meter | None:
         shape = read_shape(read_config(folder))
     except ConfigError:
         return None
-    return Meter(shape=shape, rate=matrix_rate(device) * ranks if device.type == "cuda" else 0.0)
+    gpus = min(ranks, torch.cuda.device_count())  # fewer where ranks share them
+    return Meter(shape=shape, rate=matrix_rate(device) * gpus if device.type == "cuda" else 0.0)
 
 
 def step_flops(shape: ModelShape, samples: Sequence[Sample]) -> float:

@@ -95,7 +95,9 @@ def kl_divergence(logprobs: Tensor, reference: Tensor, estimator: Estimator) -> 
     """Estimate KL(π‖π_ref) at each sampled token, nats, [N].
 
     d = logprobs − reference; k1 = d, unbiased, any sign; k2 = d²/2; k3 = e^(−d) − 1 + d, unbiased,
-    never negative. Source: J. Schulman, "Approximating KL divergence", 2020.
+    never negative. Source: J. Schulman, "Approximating KL divergence", 2020. As losses: the
+    gradient of k1 is 0 in the mean, k2's is that of KL(π‖π_ref), k3's that of KL(π_ref‖π), each
+    of single tokens (Tang and Munos, arXiv:2506.09477).
     """
     delta = logprobs - reference
     if estimator == "k1":

@@ -32,6 +32,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its __al
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from agentrl.caps_host import free_memory_mb
 from agentrl.config import RunConfig, to_yaml
 from agentrl.errors import AgentRLError, ConfigError, LaunchError
 from agentrl.training.backend import Part
@@ -96,6 +97,19 @@ class World:
         dist.broadcast(payload, 0, group=self.control)
         return call, safetensors.torch.load(payload.numpy().tobytes())
 
+    @contextlib.contextmanager
+    def by_turns(self, needed_mb: int) -> Iterator[None]:
+        """Let into the block as many ranks at a time as have `needed_mb` of host memory each."""
+        at_once = self.size
+        if self.size > 1:
+            at_once = -self.most(-turns_of(free_memory_mb(), needed_mb, self.size))
+        mine, last = self.rank // at_once, (self.size - 1) // at_once
+        for _ in range(mine):
+            dist.barrier(self.control)
+        yield
+        for _ in range(last - mine):
+            dist.barrier(self.control)
+
     def summed(self, values: Tensor) -> Tensor:
         """Return `values` (CPU) added up over the ranks."""
         if self.size > 1:
@@ -111,6 +125,11 @@ class World:
 
 
 ALONE = World()
+
+
+def turns_of(free_mb: int, needed_mb: int, size: int) -> int:
+    """Return how many of `size` ranks may take `needed_mb` each at once: one in any case."""
+    return max(1, min(size, free_mb // max(1, needed_mb)))
 
 
 def join(environment: Mapping[str, str], config: RunConfig) -> World:

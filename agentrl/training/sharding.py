@@ -21,7 +21,11 @@ def layers_of(policy: Policy) -> Iterator[nn.Module]:
 
 
 def shard(policy: Policy, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-    """Cut the parameters over the mesh; compute in `dtype`, sum gradients in float32."""
+    """Cut the parameters over the mesh; compute in `dtype`, sum gradients in float32.
+
+    Each unit is moved to the mesh's device as it is cut, so that no GPU ever holds all of a model
+    that was on the CPU.
+    """
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
         reduce_dtype=torch.float32,

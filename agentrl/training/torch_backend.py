@@ -33,6 +33,7 @@ from agentrl.training.sharding import layers_of, like, shard, whole
 from agentrl.training.shares import ShareWriter, write_share
 from agentrl.training.step_loss import Sums, batch_loss, mean_gaps, step_metrics
 from agentrl.training.taken import Taken, as_tensors, reread
+from agentrl.training.weight_files import WeightFiles
 
 STEP, LOGPROBS, GATHER, RESTORE, SHARE, EXPORT = 1, 2, 3, 4, 5, 6
 SCALARS = "step"
@@ -148,9 +149,16 @@ class TorchBackend:
         return deal(reread(told, self.run), self.world.size)[self.world.rank]
 
     def _policy(self, folder: Path) -> Policy:
+        if self.world.size == 1:
+            return self._loaded(folder)
+        needed_mb = 4 * WeightFiles(folder).elements >> 20  # each rank reads all of it, in float32
+        with self.world.by_turns(needed_mb):
+            return self._loaded(folder)
+
+    def _loaded(self, folder: Path) -> Policy:
         attention = register() if self.config.packing == "packed" else "sdpa"
         model = load_model(folder, attention=attention).train()
-        policy = Policy(model, temperature=self.temperature, config=self.config).to(self.device)
+        policy = Policy(model, temperature=self.temperature, config=self.config)
         if self.config.recompute == "layers":
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         for layer in layers_of(policy) if self.config.compile else ():
@@ -158,7 +166,8 @@ class TorchBackend:
         if self.is_sharded:
             assert self.world.mesh is not None
             shard(policy, self.world.mesh, self.dtype)
-        return policy
+            return policy
+        return policy.to(self.device)
 
     @torch.no_grad()
     def _logprobs(self, batch: MicroBatch) -> Tensor:

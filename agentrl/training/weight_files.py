@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,11 @@ class WeightFiles:
         if name not in self._files:
             raise ConfigError(f"{self.folder}: no tensor {name}, which config.json asks for")
         return tuple(self._open[self._files[name]].get_slice(name).get_shape())
+
+    @property
+    def elements(self) -> int:
+        """Of all tensors."""
+        return sum(prod(self.shape(name)) for name in self)
 
     def get(self, name: str) -> Tensor:
         """Return one tensor. A fused expert tensor answers for each of its experts' names."""

@@ -20,6 +20,7 @@ from agentrl.rollout.node import run_node
 from agentrl.rollout.view import EnginesFile
 from agentrl.rollout.worker_end import STOPPED
 from agentrl.tasks.prepare import prepare
+from agentrl.weights import push
 from agentrl.weights.version import publish_version, reannounce
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -68,7 +69,7 @@ def publish(config, version, done=False, consumed=()):
 
 
 def begin(config):
-    config.run_dir.mkdir(parents=True)
+    config.run_dir.mkdir(parents=True, exist_ok=True)
     save(config, config.run_dir / "config.yaml")
     return asyncio.create_task(
         run_node(
@@ -106,12 +107,16 @@ def workers():
 
 def test_a_node_serves_versions_and_restarts_a_killed_worker(data, tmp_path):
     config = settings(data, tmp_path)
-    spool = config.run_dir / "spool"
+    config.weights = "collective"  # its engines would take part, and versions come by disk
+    spool, attempt_dir = config.run_dir / "spool", config.run_dir / "attempts" / "0001"
 
     async def run():
+        push.tell_members(attempt_dir, 0, {"engine-0": "http://of-a-role-that-was-killed"})
         running = begin(config)
+        await until(lambda: not push.members(attempt_dir), running)
         publish(config, 0)
         await until(lambda: len(list_spool(spool)) == 6, running)
+        assert len(push.members(attempt_dir)) == config.engine.count
         first = engines_of(config).weights()
         killed = workers()[0]
         os.kill(killed, signal.SIGKILL)
@@ -124,6 +129,7 @@ def test_a_node_serves_versions_and_restarts_a_killed_worker(data, tmp_path):
         return await running
 
     assert asyncio.run(run()) == 0
+    assert push.members(attempt_dir) == []
     groups = [read_group(path) for path in list_spool(spool).values()]
     assert [group.draw for group in groups] == list(range(9))
     versions = [

@@ -134,7 +134,7 @@ def run_ranks(folder: Path, work: str, size: int, *extra: str) -> None:
     )
     store = folder / "ranks-store"
     store.unlink(missing_ok=True)
-    paths = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
+    paths = [str(above) for above in Path(__file__).parents[:3]]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     logs = [folder / f"rank-{rank}.log" for rank in range(size)]

@@ -79,6 +79,8 @@ def test_a_megatron_of_another_time_is_refused(tmp_path, tiny_config, monkeypatc
         ),
         ({"backend": "megatron", "tensor_parallel": 2, "ranks": 3}, "does not divide"),
         ({"backend": "megatron", "kl_coef": 0.1}, "keeps no starting model"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "holds nothing back; set k2 or k3"),
+        ({"compile": True, "recompute": "layers"}, "set compile=false or recompute=none"),
         ({"backend": "megatron", "compile": True}, "are not compiled"),
         ({"backend": "megatron"}, "computes on GPUs only"),
     ],

@@ -5,11 +5,12 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from fabricate import make_group, with_experts
+from fabricate import make_group, run_ranks, with_experts
 from megatron_ranks import make_family
 from processes import children
 
@@ -144,6 +145,32 @@ def test_a_rank_that_ends_before_it_has_come_is_named_at_once(tiny_config, monke
     ):
         pass
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("free_mb", "needed_mb", "at_once"),
+    [(512_000, 116_000, 4), (100_000, 116_000, 1), (3_000_000, 116_000, 8), (9, 0, 8)],
+)
+def test_as_many_ranks_load_at_once_as_memory_holds(free_mb, needed_mb, at_once):
+    assert ranks.turns_of(free_mb, needed_mb, 8) == at_once
+
+
+def take_turns(rank, size, root):
+    control = dist.new_group(backend="gloo")
+    world = ranks.World(rank=rank, size=size, control=control)
+    for needed_mb in (0, 1 << 40):  # all at once, then one by one
+        with world.by_turns(needed_mb):
+            (Path(root) / f"{needed_mb} {rank} begins").touch()
+            others = list(Path(root).glob(f"{needed_mb} * begins"))
+            ended = list(Path(root).glob(f"{needed_mb} * ends"))
+            if needed_mb:
+                assert len(others) == rank + 1 == len(ended) + 1
+            (Path(root) / f"{needed_mb} {rank} ends").touch()
+
+
+@pytest.mark.slow
+def test_ranks_that_lack_memory_load_one_after_the_other(tmp_path):
+    run_ranks(tmp_path, "test_ranks:take_turns", 3, str(tmp_path))
 
 
 HANGS = """
