@@ -87,10 +87,11 @@ def copy_side_files(source: Path, target: Path) -> None:
 def write_model_folder(out: Path, weights: Iterable[tuple[str, Tensor]], source: Path) -> None:
     """Put a loadable model at `out`, replacing what was there; side files come from `source`.
 
+    Each tensor goes to the CPU as it comes: a GPU has no room for the whole of a cut model.
     Raises PublishError when the disk refuses; what was at `out` stays then.
     """
     temporary = out.with_name(f".{out.name}.tmp")
-    named = {name: tensor.contiguous() for name, tensor in weights}
+    named = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
     try:
         _write_folder(temporary, named, source)
     except (OSError, SafetensorError) as error:

@@ -19,22 +19,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from agentrl.config import RunConfig
-from agentrl.errors import CheckpointError, DivergedError
+from agentrl.errors import CheckpointError, DivergedError, PublishError
 from agentrl.events import NoEvents, Writer
 from agentrl.handoff.publish import publish_json
 from agentrl.hf_shape import read_vocabulary
 from agentrl.model_fit import check_fit
 from agentrl.training import checkpoint, ranks, rng
-from agentrl.training.backend import BackendState
+from agentrl.training.backend import OPTIMIZER, BackendState, check_tensor
 from agentrl.training.backends import open_backend
 from agentrl.training.checkpoint import Checkpoint, Files
 from agentrl.training.model_folder import load_model, named_weights, write_model_folder
 from agentrl.training.muon import Muon
-from agentrl.training.sft_backed import BackedLearner, fitted
+from agentrl.training.sft_backed import BETAS, BackedLearner, fitted
 from agentrl.training.traces import Trace, TraceBatch, check_words, deal, read_traces, stack
 
 log = logging.getLogger(__name__)
 DONE, SAVED = 0, 75
+MUON: tuple[str, ...] = ("momentum",)
+"""Kinds of Muon's state."""
 SOME_WEIGHT = 1e-9
 """Of a batch in which nobody wrote anything: its loss is 0, and no division of 0 by 0."""
 Progress = Callable[[int, int, float], None]
@@ -52,14 +54,16 @@ def run_sft(
 ) -> int:
     """Fine-tune the model at `model.path` on `traces`, and put the result at `out`.
 
-    Returns 0 when done, 75 when `stop` asked for the end: the same call then goes on where it was.
+    Returns 0 when done, 75 when `stop` asked for the end: the same call then goes on where it was;
+    after a failure from the newest checkpoint. The last step has one, so a result that could not be
+    written is all that is left to do.
     A summary with the loss curve is written beside `out`, as OUT.sft.json.
     Raises RecordError (traces), DivergedError, PublishError.
     """
     rng.seed_all(config.seed)
     data = read_traces(traces)
     check_words(data, read_vocabulary(Path(config.model.path)), traces)
-    saved = _Saves(config, out, data, events or NoEvents())
+    saved = Saves(config, out, data, events or NoEvents())
     with opened(config, data) as learner:
         saved.load_into(learner)
         started = time.monotonic()
@@ -69,7 +73,9 @@ def run_sft(
                 return SAVED
             loss = learner.take_step()
             progress(learner.step, learner.steps, loss)
-            if learner.step % config.sft.checkpoint_every == 0 and learner.step < learner.steps:
+            if learner.step == learner.steps:
+                saved.save_last(learner)
+            elif learner.step % config.sft.checkpoint_every == 0:
                 saved.save(learner)
         write_model_folder(out, learner.weights(), Path(config.model.path))
         summary = {"seconds": time.monotonic() - started, **summary_of(learner)}
@@ -99,15 +105,31 @@ class Learner(Protocol):
 def opened(config: RunConfig, traces: list[Trace]) -> Iterator[Learner]:
     """One process on a CPU learns by itself, Muon and all; by the run's back end GPUs, ranks, and
     who balances experts."""
-    training = config.training
     check_fit(config)
-    is_small = (training.device, training.ranks, training.backend) == ("cpu", 1, "torch")
-    if is_small and not training.router_balance_coef:
+    if _is_small(config):
         yield _Learner(config, load_model(Path(config.model.path)).train(), traces)
         return
+    _warn_of_muon(config)
     suited = fitted(config, len(traces))
     with ranks.started(suited) as world:
         yield BackedLearner(suited, open_backend(suited, world), traces)
+
+
+def _is_small(config: RunConfig) -> bool:
+    """Return whether one process on a CPU learns by itself, without a back end."""
+    training = config.training
+    is_alone = (training.device, training.ranks, training.backend) == ("cpu", 1, "torch")
+    return is_alone and not training.router_balance_coef
+
+
+def _warn_of_muon(config: RunConfig) -> None:
+    sft, training = config.sft, config.training
+    if sft.muon_lr > 0:
+        log.warning(
+            "sft.muon_lr=%g is not used: a back end (training.device=%s, ranks=%d, backend=%s) "
+            "trains matrices, too, by Adam at sft.lr=%g; choose it for both, and set sft.muon_lr=0",
+            *(sft.muon_lr, training.device, training.ranks, training.backend, sft.lr),
+        )
 
 
 def summary_of(learner: Learner) -> dict[str, object]:
@@ -133,10 +155,11 @@ class _Learner:
         self.warmup = max(1, min(20, self.steps // 20))
         inner, outer = _split(self.model, has_muon=sft.muon_lr > 0)
         self.optimizers: list[tuple[torch.optim.Optimizer, float]] = [
-            (torch.optim.Adam(outer, lr=sft.lr, betas=(0.9, 0.95), fused=True), sft.lr)
+            (torch.optim.Adam(outer.values(), lr=sft.lr, betas=BETAS, fused=True), sft.lr)
         ]
         if inner:
-            self.optimizers.append((Muon(inner, lr=sft.muon_lr), sft.muon_lr))
+            self.optimizers.append((Muon(inner.values(), lr=sft.muon_lr), sft.muon_lr))
+        self._kinds = dict.fromkeys(inner, MUON) | dict.fromkeys(outer, OPTIMIZER)
         self._batches = self._stream()
 
     def take_step(self) -> float:
@@ -182,8 +205,10 @@ class _Learner:
 
     @torch.no_grad()
     def restore(self, state: BackendState) -> None:
+        self._check(state)
         parameters = dict(self.model.named_parameters())
         for name, parameter in parameters.items():
+            check_tensor(name, state.model[name], parameter.shape)
             parameter.copy_(state.model[name])
         owners = {
             id(parameter): optimizer
@@ -198,6 +223,20 @@ class _Learner:
         self.step = state.updates
         for _ in range(self.step):
             next(self._batches)
+
+    def _check(self, state: BackendState) -> None:
+        """Raise CheckpointError for a state of another model, or by other optimizers."""
+        wanted = {f"{kind}/{name}": kind for name, kinds in self._kinds.items() for kind in kinds}
+        odd = (self._kinds.keys() ^ state.model.keys()) | (state.optimizer.keys() - wanted.keys())
+        if state.updates:  # of each kind some, for a parameter that no trace reaches has none
+            found = {key.partition("/")[0] for key in state.optimizer}
+            odd |= set(wanted.values()) - found
+        if odd:
+            told = ", ".join(sorted(odd)[:3])
+            raise CheckpointError(
+                f"checkpoint is of another model, or by other optimizers: {told} differ; remove "
+                "its folder to start over"
+            )
 
     def _schedule(self) -> float:
         """Return the share of the peak rate: a short rise, then a line down to 0."""
@@ -217,14 +256,18 @@ def token_losses(model: nn.Module, batch: TraceBatch) -> Tensor:
     return F.cross_entropy(logits.float(), batch.targets, reduction="none")
 
 
-class _Saves:
-    """Checkpoints beside `out`; those of another config or of other traces are not taken up."""
+class Saves:
+    """Checkpoints beside `out`; those of another config, learner or of other traces are not taken
+    up. A back end's go on over other ranks, another cut, or the other back end."""
 
     def __init__(self, config: RunConfig, out: Path, traces: list[Trace], events: Writer) -> None:
         self.folder = out.with_name(f"{out.name}.checkpoints")
         self.model_folder = Path(config.model.path)
+        self.limit_s = config.training.checkpoint_timeout_s
         self.events = events
-        digest = hashlib.sha256(json.dumps([asdict(config.sft), config.seed]).encode())
+        learner = "small" if _is_small(config) else "backed"  # their optimizers differ
+        asked = [asdict(config.sft), config.seed, learner]
+        digest = hashlib.sha256(json.dumps(asked).encode())
         for trace in traces:
             digest.update(trace.tokens.tobytes() + trace.loss_mask.tobytes())
         for path in sorted(self.model_folder.glob("*.safetensors")):
@@ -251,19 +294,37 @@ class _Saves:
             backend=learner.share(temporary),
             config_hash=self.identity,
         )
-        files = Files(model_folder=self.model_folder, keep=1, attempt=0, ranks=learner.ranks)
+        files = Files(
+            model_folder=self.model_folder,
+            keep=1,
+            attempt=0,
+            ranks=learner.ranks,
+            limit_s=self.limit_s,
+        )
         checkpoint.complete(temporary, state, files, self.events)
+
+    def save_last(self, learner: Learner) -> None:
+        """Save what is learnt before its result is written, which may fail.
+
+        A disk may have room for the result and not for this, which is several times as large.
+        """
+        try:
+            self.save(learner)
+        except PublishError as error:
+            log.warning("%s. The result is written without it", error)
 
     def remove(self) -> None:
         if self.folder.exists():
             shutil.rmtree(self.folder)
 
 
-def _split(model: nn.Module, *, has_muon: bool) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _split(
+    model: nn.Module, *, has_muon: bool
+) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
     """Return (matrices for Muon, the rest for Adam): embeddings and head are the rest."""
-    inner: list[nn.Parameter] = []
-    outer: list[nn.Parameter] = []
+    inner: dict[str, nn.Parameter] = {}
+    outer: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters():
         is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
-        (inner if is_matrix and has_muon else outer).append(parameter)
+        (inner if is_matrix and has_muon else outer)[name] = parameter
     return inner, outer

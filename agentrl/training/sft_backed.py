@@ -1,5 +1,7 @@
 """Supervised fine-tuning by a run's own back end: on GPUs, over its ranks, with Adam alone.
 
+Apart from Muon it learns what the CPU's learner does (`sft`), whatever is set for RL.
+
 A trace is a sample whose every token has advantage 1 and no importance weight: the gradient of the
 clipped surrogate at ratio 1 is then that of −w · log π, so the loss is one code with RL's.
 """
@@ -20,9 +22,15 @@ from agentrl.training.backend import Backend, BackendState
 from agentrl.training.packing import Sample, pack_step
 from agentrl.training.traces import Trace, deal
 
+BETAS = (0.9, 0.95)
+"""Adam's two decays in fine-tuning, by any learner."""
+
 
 def fitted(config: RunConfig, traces: int) -> RunConfig:
-    """Return the config whose `training` does what `sft` asks for."""
+    """Return the config whose `training` does what `sft` asks for.
+
+    What RL alone has is off: decay, and the temperature that engines sample at.
+    """
     steps = math.ceil(traces / config.sft.batch) * config.sft.epochs
     training = dataclasses.replace(
         config.training,
@@ -30,13 +38,16 @@ def fitted(config: RunConfig, traces: int) -> RunConfig:
         lr=config.sft.lr,
         lr_decay="linear",
         warmup_steps=max(1, min(20, steps // 20)),
-        beta2=0.95,
+        weight_decay=0.0,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
         max_grad_norm=1.0,
         importance_cap=0.0,
         kl_coef=0.0,
         entropy_coef=0.0,
     )
-    return dataclasses.replace(config, training=training)
+    agent = dataclasses.replace(config.agent, temperature=1.0)
+    return dataclasses.replace(config, training=training, agent=agent)
 
 
 @dataclass
