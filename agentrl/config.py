@@ -279,7 +279,7 @@ class SftConfig:
     lr: float = 3e-3
     """Learning rate of Adam (embeddings, norms)."""
     muon_lr: float = 0.01
-    """Learning rate of Muon (matrices); 0 gives them to Adam."""
+    """Learning rate of Muon (matrices), on one CPU process; 0 gives them to Adam, as on GPUs."""
     context_weight: float = 0.3
     """Weight of the loss on tokens that the assistant did not write; 0 leaves them out."""
     threads: int = 1
