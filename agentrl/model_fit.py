@@ -45,15 +45,14 @@ def check_fit(config: RunConfig) -> None:
             f"{told.get('model_type')} without experts; set 0"
         )
     replayed_experts(config)
-    if why := over_memory(config):
+    if config.cluster.trainer.gpu_gb and (why := over_memory(config, trainer_memory(config))):
         raise ConfigError(why)
 
 
-def over_memory(config: RunConfig) -> str:
+def over_memory(config: RunConfig, memory: Held | None) -> str:
     """Return why the trainer's GPUs cannot hold the model; '' where they can, or are not known."""
     gpu_gb = config.cluster.trainer.gpu_gb if config.cluster.is_slurm else 0
-    memory = trainer_memory(config) if gpu_gb else None
-    if memory is None or memory.rank_bytes <= gpu_gb << 30:
+    if memory is None or not 0 < gpu_gb << 30 < memory.rank_bytes:
         return ""
     return (
         f"{_ranks(config.training)}: a rank holds {_gib(memory)} GiB of weights, gradients and "
@@ -70,9 +69,9 @@ def trainer_memory(config: RunConfig) -> Held | None:
     return held(read_shape(told), layout_of(training), training)
 
 
-def memory_line(config: RunConfig) -> str:
+def memory_line(config: RunConfig, memory: Held | None) -> str:
     """Return in one line what the trainer's GPUs hold; '' where that is not told."""
-    if (memory := trainer_memory(config)) is None:
+    if memory is None:
         return ""
     gpu_gb = config.cluster.trainer.gpu_gb
     return (

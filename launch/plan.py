@@ -66,10 +66,11 @@ def pulls(config: RunConfig) -> list[str]:
 
 def trainer(config: RunConfig) -> tuple[str, str]:
     """Return what the trainer's GPUs hold of the model, once there is one, and why they cannot."""
-    from agentrl.model_fit import memory_line, over_memory  # they bring numpy
+    from agentrl import model_fit  # it brings numpy
 
     is_made = (Path(config.model.path) / "config.json").is_file()
-    return (memory_line(config), over_memory(config)) if is_made else ("", "")
+    memory = model_fit.trainer_memory(config) if is_made else None
+    return model_fit.memory_line(config, memory), model_fit.over_memory(config, memory)
 
 
 def prove(config: RunConfig) -> bool:

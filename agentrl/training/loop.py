@@ -155,8 +155,7 @@ class _Trainer:
 
     @property
     def longest_write_s(self) -> float:
-        """Of a checkpoint: the ranks' shares, and the rest."""
-        return 2 * self.config.training.checkpoint_timeout_s
+        return ranks.longest_write_s(self.config.training)
 
     @property
     def weights(self) -> Path:

@@ -33,7 +33,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # not in its __al
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from agentrl.caps_host import free_memory_mb
-from agentrl.config import RunConfig, to_yaml
+from agentrl.config import RunConfig, TrainingConfig, to_yaml
 from agentrl.errors import AgentRLError, ConfigError, LaunchError
 from agentrl.training.backend import Part
 from agentrl.training.packing import MicroBatch
@@ -100,9 +100,7 @@ class World:
     @contextlib.contextmanager
     def by_turns(self, needed_mb: int) -> Iterator[None]:
         """Let into the block as many ranks at a time as have `needed_mb` of host memory each."""
-        at_once = self.size
-        if self.size > 1:
-            at_once = -self.most(-turns_of(free_memory_mb(), needed_mb, self.size))
+        at_once = -self.most(-turns_of(free_memory_mb(), needed_mb, self.size))
         mine, last = self.rank // at_once, (self.size - 1) // at_once
         for _ in range(mine):
             dist.barrier(self.control)
@@ -309,9 +307,13 @@ def _open(store: Store, rank: int, size: int, device: torch.device, config: RunC
 
 def _patience(config: RunConfig) -> datetime.timedelta:
     training = config.training
-    # rank 0 waits twice for a checkpoint: see loop.longest_write_s
-    longest = training.wait_timeout_s + 2 * training.checkpoint_timeout_s + SLACK_S
+    longest = training.wait_timeout_s + longest_write_s(training) + SLACK_S
     return datetime.timedelta(seconds=longest)
+
+
+def longest_write_s(training: TrainingConfig) -> float:
+    """Return how long rank 0 waits for a checkpoint: for the ranks' shares, and for the rest."""
+    return 2 * training.checkpoint_timeout_s
 
 
 def from_text(text: str) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from fabricate import make_config, make_model
+from megatron_ranks import make_family
 
 from agentrl.config import RunConfig
 
@@ -20,6 +21,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def tiny_config(tmp_path: Path, tiny_model: Path) -> RunConfig:
     return make_config(tmp_path, tiny_model)
+
+
+@pytest.fixture
+def mixture_config(tmp_path: Path) -> RunConfig:
+    """Of a model with experts: who balances them has a back end, on one CPU process as well."""
+    return make_config(tmp_path, make_family(tmp_path / "mixture", "qwen3_moe"))
 
 
 @pytest.fixture

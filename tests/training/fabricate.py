@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -116,6 +117,17 @@ def with_experts(samples: list[Sample], *, layers: int = 2, count: int = 4) -> l
         replace(one, experts=make_experts(len(one.tokens), layers=layers, count=count))
         for one in samples
     ]
+
+
+def write_traces(path: Path, count: int = 24) -> Path:
+    """Write traces of up to 16 words, 8 different ones; return the file."""
+    lines = []
+    for index in range(count):
+        tokens = [(index + step) % 8 for step in range(12 + index % 5)]
+        mask = [step >= 4 for step in range(len(tokens))]
+        lines.append(json.dumps({"tokens": tokens, "loss_mask": mask}))
+    path.write_text("\n".join(lines))
+    return path
 
 
 def run_ranks(folder: Path, work: str, size: int, *extra: str) -> None:

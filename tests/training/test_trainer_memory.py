@@ -13,7 +13,7 @@ import transformers
 from agentrl.config import ModelConfig, RunConfig, TrainingConfig, save
 from agentrl.errors import ConfigError
 from agentrl.hf_shape import Layout, read_shape
-from agentrl.model_fit import check_fit, memory_line
+from agentrl.model_fit import check_fit, memory_line, trainer_memory
 from agentrl.training.trainer_memory import held
 from launch.cli import main
 
@@ -75,13 +75,16 @@ def test_a_model_that_the_trainers_gpus_cannot_hold_is_refused(tmp_path: Path) -
 
 
 def test_plan_tells_what_a_gpu_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    line = memory_line(run_of(tmp_path, 288, expert_parallel=8, tensor_parallel=2))
+    config = run_of(tmp_path, 288, expert_parallel=8, tensor_parallel=2)
+    line = memory_line(config, trainer_memory(config))
     assert "tensor_parallel=2, expert_parallel=8, pipeline_parallel=1: 67.3 GiB of 288 on" in line
     assert "of 30.5 B parameters" in line
     alone = run_of(tmp_path, 0)
-    assert "training.backend=torch, ranks=8: 56.9 GiB on each GPU" in memory_line(alone)
+    assert "training.backend=torch, ranks=8: 56.9 GiB on each GPU" in memory_line(
+        alone, trainer_memory(alone)
+    )
     alone.training.device = "cpu"
-    assert memory_line(alone) == ""
+    assert memory_line(alone, trainer_memory(alone)) == ""
     save(run_of(tmp_path, 48), tmp_path / "run.yaml")
     assert main(["plan", str(tmp_path / "run.yaml")]) == 1
     *_, told, over = capsys.readouterr().out.splitlines()
